@@ -34,6 +34,12 @@ endif
 STRICT   := src/gguf src/input src/output
 $(foreach d,$(STRICT),$(eval $(BUILD)/$(d)/%.o: CFLAGS += -Wconversion))
 
+# Kernels for instruction sets beyond the baseline, by file name; chosen at run time.
+$(BUILD)/src/backend/cpu/%.o: OPT := -O3
+$(BUILD)/src/backend/cpu/%_avx2.o: CFLAGS += -mavx2 -mfma -mf16c
+$(BUILD)/src/backend/cpu/%_avx512.o: CFLAGS += -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512
+$(BUILD)/src/backend/cpu/%_vnni.o: CFLAGS += -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx512vnni -mavx512vbmi -mavx2 -mfma -mf16c -mprefer-vector-width=512
+
 # Which folders a folder's tests need (transitively); keeps one folder's tests buildable alone.
 DEPS_base    :=
 DEPS_gguf    := base

@@ -1,0 +1,302 @@
+/* backend/ops.h - what one rank's device must be able to do: the contract of every backend.
+ *
+ * A forward pass (src/model/NAME.c) is plain C over the bg_op_* functions below. A backend (cpu,
+ * cuda) implements struct bg_ops; bg_op_* adds what is the same for all: the --check poison and
+ * verification, and timing by op.
+ *
+ * Rules that every backend keeps:
+ *  - All buffers are made before the first step; nothing is allocated inside a step.
+ *  - A row's result depends on that row alone (its own sequence, for attention), bit for bit: not on
+ *    n_rows, not on its place, not on what else is in the step, not on how a prompt was cut into
+ *    chunks. Every sum has an order fixed by the shapes of weights and the position.
+ *  - Nothing an op should write is left unwritten; nothing unwritten is read.
+ *  - Ops are issued in order on one stream; begin_step .. sample .. fetch form a step.
+ * Threads: one caller, the rank's own. */
+#ifndef BG_BACKEND_OPS_H
+#define BG_BACKEND_OPS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/error.h"
+#include "comm/comm.h"
+#include "gguf/gguf.h"
+
+/* ---- settings ---------------------------------------------------------------------------------- */
+
+typedef enum bg_compute {
+    BG_COMPUTE_NATIVE, /* the backend's fast arithmetic (CPU: activations in 8 bits) */
+    BG_COMPUTE_F32,    /* proof mode: weights dequantised exactly, everything else float32 */
+} bg_compute;
+
+typedef enum bg_cache_type { BG_CACHE_F16, BG_CACHE_BF16, BG_CACHE_F32 } bg_cache_type;
+
+typedef struct bg_backend_config {
+    bg_compute compute;
+    int n_threads;   /* CPU: compute threads of this rank, >= 1, the caller's included */
+    int first_cpu;   /* CPU: pin threads from this processor on; -1: do not pin */
+    bool check;      /* poison before and verify after each op */
+    bool profile;    /* time each op; see bg_op_times() */
+    bg_comm *comm;   /* NULL: the only rank. Not owned. */
+    int max_tokens;  /* rows of the largest step */
+    int max_seqs;    /* sequences in the largest step, and slots */
+    int max_out;     /* rows of logits in the largest step */
+    int max_ctx;     /* positions of the longest sequence */
+    int vocab_size;  /* of the whole model */
+    const char *isa; /* CPU: NULL = best; "plain", "avx2", "avx512", "avx512vnni": force (tests) */
+} bg_backend_config;
+
+/* ---- objects ------------------------------------------------------------------------------------ */
+
+/* Activations: [max_rows, cols], in the backend's element type (CPU: float32). */
+typedef struct bg_act {
+    void *data;
+    int64_t max_rows, cols;
+    const char *name;
+} bg_act;
+
+/* A small parameter vector on the device: norm weights, rope factors; float32, n values. */
+typedef struct bg_vec {
+    float *data;
+    int64_t n;
+    const char *name;
+} bg_vec;
+
+typedef struct bg_linear bg_linear; /* opaque, the backend's; out = x W^T + bias */
+
+/* One GGUF tensor's share in a fused linear: rows [row0, row0+n_rows) and columns [col0,
+ * col0+n_cols) of a matrix with k_total columns and n_total rows stored at data in GGUF blocks. */
+typedef struct bg_linear_part {
+    const char *name; /* GGUF tensor, for messages */
+    uint32_t type;    /* bg_qtype */
+    const void *data;
+    int64_t k_total, n_total;
+    int64_t row0, n_rows; /* n_rows may be 0: this rank has none */
+    int64_t col0, n_cols; /* both multiples of the type's block; the same n_cols in all parts; may be 0 */
+    const float *bias;    /* n_rows values for these rows, or NULL; copied */
+} bg_linear_part;
+
+/* Parts are in canonical order (q,k,v; gate,up): output columns of part 0 first, then part 1, ... */
+typedef struct bg_linear_spec {
+    const char *name; /* "blk.3.attn_qkv" */
+    int n_parts;
+    bg_linear_part parts[4];
+} bg_linear_spec;
+
+/* A token embedding table: [vocab, d] rows in GGUF blocks, looked up by id. Replicated. */
+typedef struct bg_embedding bg_embedding;
+
+/* The KV cache of one rank: [n_layers, n_blocks, n_kv_heads, block_tokens, head_dim] for K and V. */
+typedef struct bg_cache_spec {
+    int n_layers, n_blocks, block_tokens; /* block 0 is scratch */
+    int n_kv_heads;                       /* of this rank; may be 0 */
+    int k_dim, v_dim;                     /* values of one head */
+    bg_cache_type type;                   /* F32 compute uses BG_CACHE_F32 */
+} bg_cache_spec;
+
+/* Precomputed rotation: angle of pair i at position p is p * freq[i]; cos and sin times mscale. */
+typedef struct bg_rope {
+    const float *freq; /* host, n_rot/2 values: s * b^(-2i/nr) / ff_i, YaRN applied */
+    int n_rot;         /* leading elements of a head that rotate */
+    bool neox;         /* pairs (i, i+n_rot/2); else (2i, 2i+1) */
+    float mscale;
+} bg_rope;
+
+/* qkv -> rope -> cache: optional per-head norms, rotation, K and V stored, q left in q_out. */
+typedef struct bg_attn_in {
+    int layer;
+    int n_heads, n_kv_heads; /* of this rank */
+    int head_dim, v_dim;
+    const bg_vec *q_norm, *k_norm; /* NULL: none; else RMS over each head's head_dim values */
+    float norm_eps;
+    const bg_rope *rope; /* NULL: no rotation */
+} bg_attn_in;
+
+typedef struct bg_attn {
+    int layer;
+    int n_heads, n_kv_heads; /* of this rank; may be 0 */
+    int head0, kv_head0;     /* global number of this rank's first query head and KV head */
+    int group;               /* global n_heads / n_kv_heads: head h reads KV head h / group */
+    int head_dim, v_dim;
+    float scale;
+    float softcap;      /* 0: none */
+    int window;         /* 0: none; else a query at p sees keys j with p - j < window */
+    const bg_vec *sinks; /* NULL: none; else one per local head */
+} bg_attn;
+
+typedef enum bg_act_fn { BG_SILU, BG_GELU_TANH, BG_GELU_ERF } bg_act_fn;
+
+/* ---- sampling --------------------------------------------------------------------------------- */
+
+enum { BG_MAX_TOP_LOGPROBS = 20 };
+
+typedef struct bg_logit_bias {
+    int32_t token;
+    float bias; /* added to the logit before everything else; -100 or less bans it */
+} bg_logit_bias;
+
+/* Order: logits + bias; banned ids (end-of-generation ids while fewer than min_tokens are out) get
+ * -inf; penalties over the sequence's own history (repetition: prompt and output, as in CTRL,
+ * arXiv:1909.05858; presence and frequency: output only); logprobs are taken here from the
+ * log-softmax; temperature; then top_k, top_p and min_p over the tempered probabilities, in that
+ * order, ties kept by lower id; then Gumbel-max with bg_sample_word(seed, n_generated, id).
+ * temperature 0: the first largest logit after penalties. */
+typedef struct bg_sampling {
+    float temperature;         /* 0: greedy */
+    int32_t top_k;             /* 0: off */
+    float top_p;               /* 1: off */
+    float min_p;               /* 0: off */
+    float repetition_penalty;  /* 1: off */
+    float presence_penalty, frequency_penalty; /* 0: off */
+    int32_t n_logprobs;        /* -1: none; else the chosen token's and this many best, <= 20 */
+    int32_t min_tokens;
+    uint64_t seed;
+    int32_t n_bias;
+    const bg_logit_bias *bias; /* n_bias entries */
+    int32_t n_stop_ids;
+    const int32_t *stop_ids; /* ids banned until min_tokens: end-of-generation ids and the request's own */
+} bg_sampling;
+
+typedef struct bg_top {
+    int32_t token;
+    float logprob;
+} bg_top;
+
+typedef struct bg_sampled {
+    int32_t slot;
+    int32_t token;
+    float logprob; /* NaN when n_logprobs < 0 */
+    int32_t n_top;
+    bg_top top[BG_MAX_TOP_LOGPROBS]; /* best first, ties by lower id */
+} bg_sampled;
+
+/* ---- a step ----------------------------------------------------------------------------------- */
+
+/* A slot is a seat of a sequence on the rank: its token history, sampling settings and random state.
+ * The tokens of a step come from the slot's history, so the host need not know them: a decode row's
+ * token may have been sampled one step before and never left the device. */
+typedef struct bg_seq_step {
+    int32_t slot;
+    int32_t pos0;      /* first position computed in this step */
+    int32_t n_tokens;  /* positions pos0 .. pos0 + n_tokens - 1 */
+    int32_t n_blocks;  /* entries in its block table: at least those that cover the last position */
+    const int32_t *blocks;
+    bool sample; /* the last row yields logits and a sampled token, appended to the history */
+} bg_seq_step;
+
+typedef struct bg_batch {
+    int n_seqs;
+    const bg_seq_step *seqs;
+    bool all_logits; /* every row yields logits (bench, goldens); no sampling then */
+} bg_batch;
+
+/* ---- the vtable --------------------------------------------------------------------------------- */
+
+typedef struct bg_backend bg_backend;
+
+typedef struct bg_ops {
+    const char *name;
+    void (*free)(bg_backend *b); /* and everything made from it */
+
+    bg_status (*act_new)(bg_backend *b, bg_act *a, const char *name, int64_t max_rows, int64_t cols,
+                         bg_error *err);
+    bg_status (*vec_new)(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
+                         bg_error *err);
+    bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec, bg_error *err);
+    bg_status (*embedding_new)(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
+    bg_status (*cache_new)(bg_backend *b, const bg_cache_spec *spec, bg_error *err);
+
+    /* tokens: the whole history so far (prompt, then n_generated output tokens at its end). */
+    bg_status (*slot_seat)(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
+                           int n_tokens, int n_generated, bg_error *err);
+    bg_status (*begin_step)(bg_backend *b, const bg_batch *batch, bg_error *err); /* copies batch */
+    int (*n_rows)(const bg_backend *b); /* tokens in the step */
+    int (*n_out)(const bg_backend *b);  /* rows that yield logits */
+
+    bg_status (*embed)(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err);
+    bg_status (*rms_norm)(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
+                          int n_rows, bg_error *err);
+    bg_status (*add)(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
+    bg_status (*add_rms_norm)(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                              const bg_vec *w, float eps, bg_error *err);
+    bg_status (*linear)(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
+                        bg_error *err);
+    bg_status (*rope_store)(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                            bg_error *err);
+    bg_status (*attention)(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                           bg_error *err);
+    bg_status (*glu)(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err);
+    bg_status (*all_reduce)(bg_backend *b, bg_act *x, bg_error *err);
+    bg_status (*gather_out)(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
+    bg_status (*logits)(bg_backend *b, const bg_linear *head, const bg_act *x, const int64_t *rank_rows,
+                        float softcap, bg_error *err);
+    bg_status (*sample)(bg_backend *b, bg_error *err);
+    bg_status (*fetch)(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
+    bg_status (*fetch_logits)(bg_backend *b, float *out, bg_error *err);
+
+    void (*poison)(bg_backend *b, bg_act *a, int64_t rows);
+    bool (*all_finite)(bg_backend *b, const bg_act *a, int64_t rows, int64_t *row, int64_t *col);
+    void (*sync)(bg_backend *b);
+
+    uint64_t (*memory)(const bg_backend *b); /* bytes held on the device */
+} bg_ops;
+
+enum { BG_OP_KINDS = 16 };
+
+struct bg_backend { /* the head of every backend's own struct */
+    const bg_ops *ops;
+    bool check, profile;
+    int64_t op_ns[BG_OP_KINDS];
+    int64_t op_calls[BG_OP_KINDS];
+};
+
+/* The embedded default. Fails with BG_NOMEM, or BG_ARG for an isa this processor lacks. */
+bg_status bg_cpu_backend_new(bg_backend **b, const bg_backend_config *config, bg_error *err);
+void bg_backend_free(bg_backend *b); /* NULL is allowed */
+
+/* ---- ops as models call them ---------------------------------------------------------------------
+ * n_rows below is the step's token count unless given. `out` never overlaps an input unless said. */
+
+/* out[t,:] = scale * E[token of row t] */
+bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err);
+/* out[t,i] = x[t,i] / sqrt(mean_j x[t,j]^2 + eps) * w[i] for n_rows rows (the step's tokens, or n_out
+ * after gather_out). out == x allowed. */
+bg_status bg_op_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
+                         int n_rows, bg_error *err);
+/* x += y */
+bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
+/* x += y; out = rms_norm(x) */
+bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y, const bg_vec *w,
+                             float eps, bg_error *err);
+/* out[t, 0..N) = x[t, 0..K) W^T + bias, N the sum of the parts' rows; out.cols >= N, x.cols >= K, rows
+ * strided by cols. n_cols == 0: out = bias or 0. */
+bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
+                       bg_error *err);
+/* qkv[t] = q heads, k heads, v heads (this rank's). Writes K and V of every row at its position into
+ * the cache and the rotated q into q_out [t, n_heads*head_dim]. */
+bg_status bg_op_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                           bg_error *err);
+/* Causal attention over the cache (this step's own keys were stored before):
+ * out[t, h*v_dim..] = sum_j softmax_j(scale * q.k_j [softcap]) v_j. Float32 arithmetic. */
+bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p, bg_error *err);
+/* out[t,i] = fn(gate_up[t,i]) * gate_up[t, F+i], F = out.cols (this rank's) */
+bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err);
+/* Sum over the replica's ranks, in rank order; nothing to do without a comm. */
+bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
+/* out[j,:] = x[row of output j,:] for the n_out rows that yield logits */
+bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
+/* logits[n_out, vocab] = x head^T; head holds this rank's rank_rows[rank] rows of the vocabulary (NULL: all of them);
+ * gathered over ranks in rank order; softcap as in attention (0: none). Kept by the backend. */
+bg_status bg_op_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
+                       const int64_t *rank_rows, float softcap, bg_error *err);
+/* Samples each out row for its slot (settings: bg_sampling) and appends it to the slot's history. */
+bg_status bg_op_sample(bg_backend *b, bg_error *err);
+/* The step's sampled tokens in the order of its sequences: waits for them. out has max_out places. */
+bg_status bg_op_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
+/* The step's logits, n_out * vocab floats. */
+bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err);
+
+const char *bg_op_kind_name(int kind); /* NULL past the last; bench prints op_ns by these */
+
+#endif

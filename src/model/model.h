@@ -1,0 +1,89 @@
+/* model/model.h - architectures: checked hyper-parameters, what each rank holds, the forward pass.
+ *
+ * bg_desc is what the coordinator needs to know of a model (numbers only); bg_model is one rank's
+ * share of the weights on its backend, and its forward pass. A family is one C file over
+ * backend/ops.h, found through registry.c by general.architecture. */
+#ifndef BG_MODEL_MODEL_H
+#define BG_MODEL_MODEL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/ops.h"
+#include "base/error.h"
+#include "gguf/gguf.h"
+
+typedef struct bg_arch bg_arch; /* a row of the registry */
+
+typedef struct bg_desc {
+    const bg_arch *arch;
+    char arch_name[32];
+    char name[128]; /* general.name, or the file's */
+    int n_layers, d_model, d_ff, vocab_size, n_ctx_train;
+    int n_heads, n_kv_heads, head_dim, v_dim, n_rot;
+    float eps;
+    float attn_scale;    /* resolved: never 0 */
+    float attn_softcap, final_softcap;
+    float embed_scale;   /* 1 unless the family scales embeddings */
+    float rope_base, rope_base_swa;
+    float rope_scale, rope_scale_swa; /* s: angles are multiplied by it */
+    bool rope_neox;
+    bool tied;           /* output is token_embd */
+    bg_act_fn act_fn;
+    int window, window_period; /* layer l is windowed iff window && l % period < period - 1 */
+    uint64_t window_layers[8]; /* one bit a layer, resolved from the period or the array */
+    uint64_t n_params, weight_bytes;
+} bg_desc;
+
+/* Reads and checks hyper-parameters and every tensor's presence and shape. BG_FORMAT: damaged; BG_ARG:
+ * an architecture or feature we do not have (named, with the list we have). Tensors the plan does not
+ * use are counted in *n_unused (first one named in a warning by the caller through unused_name). */
+bg_status bg_desc_read(bg_desc *d, const bg_gguf *g, bg_error *err);
+bool bg_layer_windowed(const bg_desc *d, int layer);
+/* Names of the supported architectures, NULL-terminated. */
+const char *const *bg_arch_names(void);
+
+/* What one rank of a replica of tp ranks holds. */
+typedef struct bg_shard {
+    int rank, tp;
+    int head0, n_heads;       /* query heads [head0, head0 + n_heads); may be none */
+    int kv_head0, n_kv_heads; /* KV heads those read; shared heads are held by several ranks */
+    int ff0, n_ff;            /* rows of gate and up, columns of down */
+    int64_t vocab0, n_vocab;  /* rows of the output matrix */
+    uint64_t weight_bytes;    /* as stored in the file */
+} bg_shard;
+
+/* The plan. Splits of K fall on quant blocks and may be uneven; every T from 1 to 8 (and more) gives a
+ * valid plan, if need be with ranks that have no heads or no FFN columns. BG_ARG: tp < 1 or rank. */
+bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int rank, int tp,
+                        bg_error *err);
+
+/* Bytes of K and V of one token on this rank. */
+uint64_t bg_kv_bytes_per_token(const bg_desc *d, const bg_shard *s, bg_cache_type type);
+/* Bytes of activations (rough) for the backend's configuration. */
+uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c);
+/* Multiply-adds of one token's forward pass without attention, of the whole model. */
+uint64_t bg_macs_per_token(const bg_desc *d);
+
+typedef struct bg_model bg_model;
+
+typedef struct bg_model_config {
+    int rank, tp;
+    int n_blocks, block_tokens; /* KV blocks, scratch included */
+    bg_cache_type cache_type;
+    const bg_backend_config *backend; /* max_tokens, max_out ... as given to the backend */
+    void (*progress)(void *ctx, uint64_t done, uint64_t total); /* bytes of weights; NULL: none */
+    void *ctx;
+} bg_model_config;
+
+/* Loads this rank's weights onto b and makes every buffer. g may be closed afterwards unless
+ * bg_model_needs_file() (embedding rows are looked up in the mapping). b outlives the model. */
+bg_status bg_model_load(bg_model **m, const bg_gguf *g, const bg_desc *d, bg_backend *b,
+                        const bg_model_config *config, bg_error *err);
+void bg_model_free(bg_model *m);
+
+/* One forward pass of the step that bg_model_begin() announced; leaves logits on the backend. */
+bg_status bg_model_begin(bg_model *m, const bg_batch *batch, bg_error *err);
+bg_status bg_model_forward(bg_model *m, bg_error *err);
+
+#endif

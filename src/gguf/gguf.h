@@ -22,6 +22,7 @@ typedef enum bg_qtype {
     BG_IQ2_XXS = 16, BG_IQ2_XS = 17, BG_IQ3_XXS = 18, BG_IQ1_S = 19, BG_IQ4_NL = 20, BG_IQ3_S = 21,
     BG_IQ2_S = 22, BG_IQ4_XS = 23, BG_I8 = 24, BG_I16 = 25, BG_I32 = 26, BG_I64 = 27, BG_F64 = 28,
     BG_IQ1_M = 29, BG_BF16 = 30, BG_TQ1_0 = 34, BG_TQ2_0 = 35, BG_MXFP4 = 39, BG_NVFP4 = 40,
+    BG_Q1_0 = 41, BG_Q2_0 = 42,
     BG_QTYPE_COUNT = 64 /* ids from here on are unknown */
 } bg_qtype;
 

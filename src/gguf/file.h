@@ -82,6 +82,8 @@ enum { SHOWN_BYTES = 96 };
 const char *gguf_show(bg_str s, char out[SHOWN_BYTES]);
 
 const char *gguf_kv_type_name(uint32_t type);
+/* Bytes of a value of the type; 0 for strings and arrays. type <= BG_KV_F64. */
+size_t gguf_kv_bytes(uint32_t type);
 /* A number over which a key's type is of no interest: any integer; false: absent or none. */
 bool gguf_small_int(const kv_set *s, const char *key, int64_t *v);
 

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/f16.h"
+
 static bg_str key_of(const void *items, int64_t i)
 {
     return ((const bg_kv *)items)[i].key;
@@ -31,6 +33,12 @@ const char *gguf_kv_type_name(uint32_t type)
     return type < sizeof names / sizeof *names ? names[type] : "?";
 }
 
+size_t gguf_kv_bytes(uint32_t type)
+{
+    static const uint8_t size[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    return size[type];
+}
+
 int64_t bg_gguf_n_kv(const bg_gguf *g)
 {
     return g->meta.n;
@@ -51,19 +59,19 @@ const bg_kv *bg_gguf_find(const bg_gguf *g, const char *key)
 /* The type of value i, with *p at its bytes. False: there is no value i. */
 static bool value_at(const bg_kv *kv, uint64_t i, uint32_t *type, const uint8_t **p)
 {
-    static const uint8_t size[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     if (i >= kv->n) return false;
     *type = kv->type == BG_KV_ARR ? kv->elem_type : kv->type;
-    *p = kv->raw + (size_t)i * size[*type];
+    *p = kv->raw + (size_t)i * gguf_kv_bytes(*type);
     return true;
 }
 
-#define LOAD(T, p)                   \
-    __extension__({                  \
-        T x_;                        \
-        memcpy(&x_, (p), sizeof x_); \
-        x_;                          \
-    })
+/* The n bytes of a number, zero-extended. */
+static uint64_t bits(const uint8_t *p, size_t n)
+{
+    uint64_t v = 0;
+    memcpy(&v, p, n);
+    return v;
+}
 
 bool bg_kv_int(const bg_kv *kv, uint64_t i, int64_t *v)
 {
@@ -81,22 +89,22 @@ bool bg_kv_int(const bg_kv *kv, uint64_t i, int64_t *v)
         *v = *p != 0;
         return true;
     case BG_KV_U16:
-        *v = LOAD(uint16_t, p);
+        *v = (uint16_t)bits(p, 2);
         return true;
     case BG_KV_I16:
-        *v = LOAD(int16_t, p);
+        *v = (int16_t)bits(p, 2);
         return true;
     case BG_KV_U32:
-        *v = LOAD(uint32_t, p);
+        *v = (uint32_t)bits(p, 4);
         return true;
     case BG_KV_I32:
-        *v = LOAD(int32_t, p);
+        *v = (int32_t)bits(p, 4);
         return true;
     case BG_KV_I64:
-        *v = LOAD(int64_t, p);
+        *v = (int64_t)bits(p, 8);
         return true;
     case BG_KV_U64: {
-        uint64_t u = LOAD(uint64_t, p);
+        uint64_t u = bits(p, 8);
         if (u > INT64_MAX) return false;
         *v = (int64_t)u;
         return true;
@@ -114,13 +122,13 @@ bool bg_kv_float(const bg_kv *kv, uint64_t i, double *v)
     if (!value_at(kv, i, &type, &p)) return false;
     switch (type) {
     case BG_KV_F32:
-        *v = (double)LOAD(float, p);
+        *v = (double)bg_f32_from_bits((uint32_t)bits(p, 4));
         return true;
     case BG_KV_F64:
-        *v = LOAD(double, p);
+        memcpy(v, p, sizeof *v);
         return true;
     case BG_KV_U64:
-        *v = (double)LOAD(uint64_t, p);
+        *v = (double)bits(p, 8);
         return true;
     case BG_KV_BOOL:
         return false;
@@ -148,7 +156,7 @@ bool bg_kv_str(const bg_kv *kv, uint64_t i, bg_str *v)
         return true;
     }
     if (kv->type != BG_KV_STR) return false;
-    *v = (bg_str){(const char *)kv->raw + 8, (size_t)LOAD(uint64_t, kv->raw)};
+    *v = (bg_str){(const char *)kv->raw + 8, (size_t)bits(kv->raw, 8)};
     return true;
 }
 

@@ -106,12 +106,6 @@ static bool is_text(bg_str s)
 
 /* ---- metadata ------------------------------------------------------------------------------ */
 
-static size_t fixed_bytes(uint32_t type)
-{
-    static const uint8_t size[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-    return size[type];
-}
-
 static bg_status bad_type(const cursor *c, const char *key, uint32_t type)
 {
     return bg_fail(c->err, BG_FORMAT,
@@ -128,7 +122,7 @@ static bg_status read_array_head(cursor *c, const char *key, uint32_t *type, uin
     if (*type > BG_KV_F64) return bad_type(c, key, *type);
     st = read_u64(c, n, "an array");
     if (st) return st;
-    size_t least = fixed_bytes(*type);
+    size_t least = gguf_kv_bytes(*type);
     if (*type == BG_KV_STR) least = 8;
     if (*type == BG_KV_ARR) least = 12;
     if (*n > MAX_ARRAY || *n > left(c) / least)
@@ -144,7 +138,7 @@ static bg_status read_array_head(cursor *c, const char *key, uint32_t *type, uin
 static bg_status skip_elements(cursor *c, const char *key, uint32_t type, uint64_t n, int depth)
 {
     if (type != BG_KV_STR && type != BG_KV_ARR) {
-        c->at += (size_t)n * fixed_bytes(type); /* checked by read_array_head() */
+        c->at += (size_t)n * gguf_kv_bytes(type); /* checked by read_array_head() */
         return BG_OK;
     }
     bg_status st = BG_OK;
@@ -220,8 +214,8 @@ static bg_status read_kv(cursor *c, bg_kv *kv)
         bg_str s;
         return read_str(c, &s, "a string value");
     }
-    if (fixed_bytes(type) > left(c)) return cut_off(c, "a key's value");
-    c->at += fixed_bytes(type);
+    if (gguf_kv_bytes(type) > left(c)) return cut_off(c, "a key's value");
+    c->at += gguf_kv_bytes(type);
     return BG_OK;
 }
 

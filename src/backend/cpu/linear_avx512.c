@@ -1,0 +1,65 @@
+/* backend/cpu/linear_avx512.c - float kernels for AVX-512. */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+
+#include "backend/cpu/linear_kernels.h"
+
+/* One zmm of 16 rows for each token. W is a constant in every call. */
+static inline __attribute__((always_inline)) void fma_tile(float (*sum)[LIN_ROWS],
+                                                           const float (*panel)[LIN_ROWS],
+                                                           const float *x, int64_t x_stride, int W,
+                                                           int n)
+{
+    __m512 a[8];
+    const float *row[8];
+    for (int t = 0; t < W; t++) {
+        a[t] = _mm512_setzero_ps();
+        row[t] = x + t * x_stride;
+    }
+    for (int k = 0; k < n; k++) {
+        const __m512 p = _mm512_load_ps(panel[k]);
+#pragma GCC unroll 8
+        for (int t = 0; t < W; t++)
+            a[t] = _mm512_fmadd_ps(p, _mm512_set1_ps(row[t][k]), a[t]);
+    }
+    for (int t = 0; t < W; t++)
+        _mm512_store_ps(sum[t], a[t]);
+}
+
+static void fma_panel(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], const float *x,
+                      int64_t x_stride, int w, int n)
+{
+    switch (w) {
+    case 8:
+        fma_tile(sum, panel, x, x_stride, 8, n);
+        break;
+    case 7:
+        fma_tile(sum, panel, x, x_stride, 7, n);
+        break;
+    case 6:
+        fma_tile(sum, panel, x, x_stride, 6, n);
+        break;
+    case 5:
+        fma_tile(sum, panel, x, x_stride, 5, n);
+        break;
+    case 4:
+        fma_tile(sum, panel, x, x_stride, 4, n);
+        break;
+    case 3:
+        fma_tile(sum, panel, x, x_stride, 3, n);
+        break;
+    case 2:
+        fma_tile(sum, panel, x, x_stride, 2, n);
+        break;
+    default:
+        fma_tile(sum, panel, x, x_stride, 1, n);
+        break;
+    }
+}
+
+const lin_isa *lin_isa_avx512(void)
+{
+    static const lin_isa isa = {.fma = fma_panel};
+    return &isa;
+}
+#endif

@@ -1,0 +1,270 @@
+#include "job/feed.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "base/clock.h"
+#include "base/ordered.h"
+
+enum { WINDOW = 512, WINDOW_BYTES = 64 << 20 };
+
+struct bg_feed {
+    bg_feed_config c;
+    bg_gen defaults;
+    int64_t wall_s;
+    bg_input *in;
+    bg_ordered *map;
+    pthread_t reader;
+    bool has_reader;
+    bg_id_set *ids;
+    atomic_bool warned_model;
+    /* Bytes of lines inside the map: the reader waits while they are too many. */
+    pthread_mutex_t lock;
+    pthread_cond_t room;
+    size_t bytes;
+    bool stopped;
+    bg_status read_st; /* written by the reader before it ends the map */
+    bg_error read_err;
+    atomic_ullong read, total;
+    atomic_llong records;
+};
+
+void bg_feed_item_free(bg_feed_item *item)
+{
+    if (!item) return;
+    bg_request_release(&item->req);
+    for (int i = 0; item->ids && i < item->n_prompts; i++) bg_ids_release(&item->ids[i]);
+    free(item->ids);
+    free(item->data);
+    free(item);
+}
+
+int64_t bg_job_wall_s(const bg_job *job)
+{
+    struct stat sb;
+    if (job->inputs.n && strcmp(job->inputs.v[0], "-") != 0 && stat(job->inputs.v[0], &sb) == 0 &&
+        S_ISREG(sb.st_mode))
+        return sb.st_mtime;
+    return bg_wall_ns() / 1000000000;
+}
+
+static void defaults_of(const bg_job *job, bg_gen *g)
+{
+    bg_gen_defaults(g);
+    g->temperature = job->temperature;
+    g->top_p = job->top_p;
+    g->min_p = job->min_p;
+    g->top_k = job->top_k > 0 ? (int)job->top_k : 0;
+    g->repetition_penalty = job->repetition_penalty;
+    g->presence_penalty = job->presence_penalty;
+    g->frequency_penalty = job->frequency_penalty;
+    g->max_tokens = (int)job->max_tokens;
+    g->min_tokens = (int)job->min_tokens;
+    g->ignore_eos = job->ignore_eos;
+}
+
+/* The job's stop strings go to records that name none. */
+static bg_status default_stops(const bg_job *job, bg_request *r, bg_error *err)
+{
+    if (r->n_stops || !job->stop.n) return BG_OK;
+    char **v = calloc((size_t)job->stop.n, sizeof *v);
+    free(r->stops);
+    r->stops = v;
+    for (int i = 0; v && i < job->stop.n; i++) {
+        v[i] = strdup(job->stop.v[i]);
+        if (!v[i]) break;
+        r->n_stops++;
+    }
+    if (r->n_stops == job->stop.n) return BG_OK;
+    return bg_fail(err, BG_NOMEM, "out of memory for stop strings");
+}
+
+static void check_model(bg_feed *f, bg_request *r)
+{
+    const bg_text_model *m = f->c.model;
+    if (!m || !r->model || r->error_code || strcmp(r->model, m->name) == 0) return;
+    if (f->c.job->strict_model)
+        bg_request_reject(r, BG_CODE_MODEL, "model",
+                          "the record asks for model \"%s\", this job serves \"%s\"", r->model,
+                          m->name);
+    else if (!atomic_exchange(&f->warned_model, true))
+        bg_log_at(f->c.log, BG_LOG_WARN,
+                  "line %lld asks for another model than \"%s\": models named in records are "
+                  "ignored (--strict-model makes them errors)",
+                  (long long)r->line, m->name);
+}
+
+static void work(void *ctx, void *p)
+{
+    bg_feed *f = ctx;
+    bg_feed_item *item = p;
+    item->line.data = item->data;
+    item->st = bg_request_parse(&item->req, &item->line, &f->defaults, NULL, &item->err);
+    if (!item->st) check_model(f, &item->req);
+    if (item->st || item->done || item->req.error_code) return;
+    item->st = default_stops(f->c.job, &item->req, &item->err);
+    if (!item->st && f->c.model)
+        item->st = bg_job_encode(f->c.model, f->c.job, &item->req, f->wall_s, &item->ids,
+                                 &item->n_prompts, &item->err);
+}
+
+static bool wait_for_room(bg_feed *f, size_t n)
+{
+    pthread_mutex_lock(&f->lock);
+    while (f->bytes && f->bytes + n > WINDOW_BYTES && !f->stopped)
+        pthread_cond_wait(&f->room, &f->lock);
+    f->bytes += n;
+    bool ok = !f->stopped;
+    pthread_mutex_unlock(&f->lock);
+    return ok;
+}
+
+static bg_status read_one(bg_feed *f, const bg_line *line, bool *go_on)
+{
+    bg_feed_item *item = calloc(1, sizeof *item);
+    char *copy = malloc(line->n + 1);
+    if (!item || !copy) {
+        free(item);
+        free(copy);
+        return bg_fail(&f->read_err, BG_NOMEM, "line %lld: out of memory", (long long)line->line);
+    }
+    memcpy(copy, line->data, line->n);
+    copy[line->n] = 0;
+    item->data = copy;
+    item->line = *line;
+    item->end = line->end;
+    item->hash = line->hash;
+    item->done = f->c.is_done && f->c.is_done(f->c.ctx, line->record);
+    *go_on = wait_for_room(f, line->n) && bg_ordered_push(f->map, item);
+    if (!*go_on) bg_feed_item_free(item);
+    return BG_OK;
+}
+
+static void *reader(void *arg)
+{
+    bg_feed *f = arg;
+    bool go_on = true;
+    while (go_on && !f->read_st) {
+        bg_line line;
+        f->read_st = bg_input_next(f->in, &line, &go_on, &f->read_err);
+        if (f->read_st || !go_on) break;
+        f->read_st = read_one(f, &line, &go_on);
+        uint64_t read, total;
+        bg_input_progress(f->in, &read, &total);
+        atomic_store(&f->read, read);
+        atomic_store(&f->total, total);
+        atomic_store(&f->records, bg_input_records(f->in));
+    }
+    bg_ordered_end(f->map);
+    return NULL;
+}
+
+bg_status bg_feed_open(bg_feed **out, const bg_feed_config *c, bg_error *err)
+{
+    *out = NULL;
+    bg_feed *f = calloc(1, sizeof *f);
+    if (!f) return bg_fail(err, BG_NOMEM, "out of memory");
+    f->c = *c;
+    f->wall_s = bg_job_wall_s(c->job);
+    defaults_of(c->job, &f->defaults);
+    pthread_mutex_init(&f->lock, NULL);
+    pthread_cond_init(&f->room, NULL);
+    int threads = (int)c->job->text_threads;
+    if (!threads) {
+        cpu_set_t set;
+        threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+        if (threads > 8) threads = 8;
+    }
+    f->ids = bg_id_set_new();
+    bg_status st = f->ids ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
+    if (!st)
+        st = bg_input_open(&f->in, (const char *const *)c->job->inputs.v, c->job->inputs.n,
+                           (size_t)c->job->max_line, err);
+    if (!st) st = bg_ordered_new(&f->map, threads, WINDOW, work, f, err);
+    if (!st) {
+        int rc = pthread_create(&f->reader, NULL, reader, f);
+        f->has_reader = rc == 0;
+        if (rc) st = bg_fail_at(err, BG_IO, rc, __FILE__, __LINE__, "cannot start the reader");
+    }
+    if (st)
+        bg_feed_close(f);
+    else
+        *out = f;
+    return st;
+}
+
+static bg_status check_id(bg_feed *f, bg_request *r, bg_error *err)
+{
+    if (!r->id || r->error_code) return BG_OK;
+    int64_t first = bg_id_set_add(f->ids, r->id, strlen(r->id), r->record);
+    if (first < 0) return bg_fail(err, BG_NOMEM, "out of memory for record ids");
+    if (first > 0)
+        bg_request_reject(r, BG_CODE_DUPLICATE, r->openai ? "custom_id" : "id",
+                          "the id was used before, on line %lld", (long long)first);
+    return BG_OK;
+}
+
+bg_status bg_feed_next(bg_feed *f, bg_feed_item **out, bg_error *err)
+{
+    *out = NULL;
+    bg_feed_item *item = bg_ordered_pop(f->map);
+    if (!item) {
+        pthread_mutex_lock(&f->lock);
+        bool stopped = f->stopped;
+        pthread_mutex_unlock(&f->lock);
+        if (stopped || !f->read_st) return BG_OK;
+        return bg_fail_at(err, f->read_st, 0, f->read_err.file, f->read_err.line, "%s",
+                          f->read_err.text);
+    }
+    pthread_mutex_lock(&f->lock);
+    f->bytes -= item->line.n;
+    pthread_cond_signal(&f->room);
+    pthread_mutex_unlock(&f->lock);
+    free(item->data);
+    item->data = NULL;
+    bg_status st = item->st ? bg_fail(err, item->st, "%s", item->err.text) : BG_OK;
+    if (!st) st = check_id(f, &item->req, err);
+    if (st)
+        bg_feed_item_free(item);
+    else
+        *out = item;
+    return st;
+}
+
+void bg_feed_stop(bg_feed *f)
+{
+    pthread_mutex_lock(&f->lock);
+    f->stopped = true;
+    pthread_cond_broadcast(&f->room);
+    pthread_mutex_unlock(&f->lock);
+    bg_ordered_stop(f->map);
+}
+
+static void drop(void *item)
+{
+    bg_feed_item_free(item);
+}
+
+void bg_feed_close(bg_feed *f)
+{
+    if (!f) return;
+    if (f->map) bg_feed_stop(f);
+    if (f->has_reader) pthread_join(f->reader, NULL);
+    bg_ordered_free(f->map, drop);
+    bg_input_close(f->in);
+    bg_id_set_free(f->ids);
+    pthread_mutex_destroy(&f->lock);
+    pthread_cond_destroy(&f->room);
+    free(f);
+}
+
+void bg_feed_progress(bg_feed *f, uint64_t *read, uint64_t *total, int64_t *records)
+{
+    *read = atomic_load(&f->read);
+    *total = atomic_load(&f->total);
+    *records = atomic_load(&f->records);
+}

@@ -1,0 +1,146 @@
+/* job/job.h - what a job is, and running it.
+ *
+ * A bg_job is the resolved answer to "what was asked": every field comes from one table of options
+ * (options.c), which gives the flags, the BATCHGEN_* variables, the keys of the job file, the user's
+ * config file and --help. Precedence: flag > environment > job file > user's config > default. */
+#ifndef BG_JOB_JOB_H
+#define BG_JOB_JOB_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include <jansson.h>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "engine/engine.h"
+#include "gguf/gguf.h"
+#include "input/input.h"
+#include "model/model.h"
+#include "output/output.h"
+#include "text/text.h"
+
+/* ---- the resolved job ---------------------------------------------------------------------------- */
+
+typedef struct bg_strings { /* growable list, owned */
+    char **v;
+    int n;
+} bg_strings;
+
+bool bg_strings_add(bg_strings *s, const char *text); /* false: out of memory */
+void bg_strings_release(bg_strings *s);
+
+/* Values of choice options, as indices into the table's choice lists. */
+enum { BG_KV_CHOICE_AUTO, BG_KV_CHOICE_F16, BG_KV_CHOICE_BF16, BG_KV_CHOICE_F32 };
+enum { BG_COLOR_AUTO, BG_COLOR_ALWAYS, BG_COLOR_NEVER };
+
+typedef struct bg_job {
+    /* what to do */
+    bg_strings inputs;
+    char *output, *model, *job_file, *served_name, *chat_template, *summary, *log_file;
+    /* generation defaults for records that say nothing */
+    double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+    int64_t top_k, max_tokens, min_tokens, seed;
+    bool ignore_eos;
+    bg_strings stop;
+    /* engine */
+    int64_t tp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
+    int64_t kv_cache_memory; /* bytes over all ranks; 0: automatic */
+    int kv_cache_type, compute;
+    bool prefix_cache, check_ops, pin_threads;
+    char *isa;
+    /* input and output */
+    int64_t max_line, text_threads;
+    bool overwrite, strict, strict_model;
+    int64_t commit_bytes;
+    double commit_interval, grace;
+    /* talking to people */
+    bool quiet, json;
+    double progress;
+    int color, log_level;
+    /* other commands */
+    bg_strings batch;
+    int64_t bench_prompt, bench_tokens;
+    bool special, ids, bos;
+    char *text, *api;
+    bool help;
+} bg_job;
+
+/* Which commands an option belongs to. */
+enum {
+    BG_CMD_RUN = 1, BG_CMD_CHECK = 2, BG_CMD_INSPECT = 4, BG_CMD_BENCH = 8, BG_CMD_TOKENIZE = 16,
+    BG_CMD_RENDER = 32,
+};
+
+void bg_job_init(bg_job *job);    /* {0} */
+void bg_job_release(bg_job *job);
+
+/* Resolves argv (without program and command) for one command: flags, then env (NULL-terminated, as
+ * environ), the job file named by --job or BATCHGEN_JOB, and the user's config file; then defaults.
+ * Positional arguments become inputs (RUN, CHECK), the model (INSPECT), the text (TOKENIZE).
+ * BG_ARG: usage; BG_FORMAT: a job or config file is bad; BG_IO. The text names the option and its place. */
+bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, char *const *env,
+                         bg_error *err);
+/* --help of a command: every option with its default and meaning. */
+void bg_job_print_options(FILE *out, int command);
+/* The JSON Schema of job files, made from the same table (schemas/job.schema.json is its output). */
+json_t *bg_job_schema(void);
+
+/* ---- a model opened for its text side and numbers ---------------------------------------------------- */
+
+typedef struct bg_text_model {
+    bg_gguf *gguf;
+    bg_desc desc;
+    bg_vocab *vocab;
+    bg_template *chat; /* NULL: the model has none */
+    char *bos, *eos;   /* their texts, "" when there are none */
+    char fingerprint[17];
+    char *name;        /* served name */
+    int max_model_len; /* 0: n_ctx_train; set once memory is planned */
+} bg_text_model;
+
+bg_status bg_text_model_open(bg_text_model *m, const bg_job *job, bg_error *err);
+void bg_text_model_close(bg_text_model *m);
+
+/* A request's prompts as token ids: renders the chat template or tokenises the prompts. Rejects the request
+ * (bg_request_reject) when a template refuses, an id does not exist or a prompt does not fit into
+ * max_model_len. ids[0 .. n_prompts) are the caller's to free with bg_ids_release(). BG_NOMEM. */
+bg_status bg_job_encode(const bg_text_model *m, const bg_job *job, bg_request *r, int64_t wall_s,
+                        bg_ids **ids, int *n_prompts, bg_error *err);
+int bg_job_n_prompts(const bg_request *r);
+
+/* ---- sizes --------------------------------------------------------------------------------------------- */
+
+typedef struct bg_memory_plan {
+    int tp, threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
+    bg_cache_type cache_type;
+    uint64_t weights[8], kv[8], activations[8]; /* bytes of each rank (the first 8) */
+    uint64_t kv_bytes_per_token;                /* all ranks */
+    uint64_t total;
+} bg_memory_plan;
+
+/* From options, model and free memory to numbers. BG_ARG: it cannot fit; the text says what would. */
+bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m, bg_error *err);
+void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p);
+
+/* ---- running ---------------------------------------------------------------------------------------------- */
+
+typedef struct bg_outcome {
+    bool finished;      /* every record has its result */
+    bool already;       /* it was finished before: nothing was done */
+    int stopped_by;     /* signal number, or 0 */
+    int64_t n_records, n_failed; /* results in the output */
+    int64_t n_now;               /* of them written by this run */
+} bg_outcome;
+
+/* Runs (or resumes) the job: returns when it has finished, was stopped or failed. Progress and
+ * messages go to `messages` (stderr). */
+bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_error *err);
+
+/* Everything that must be equal for an output to be resumed: a flat object, the caller's to decref. */
+json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p,
+                        bg_error *err);
+
+#endif

@@ -15,6 +15,16 @@
 
 typedef struct bg_arch bg_arch; /* a row of the registry */
 
+/* How positions become angles; resolved from rope.scaling.* by hparams.c, used by rope.c. */
+typedef struct bg_rope_scaling {
+    bool yarn, longrope;
+    float factor;      /* 1: none */
+    int n_orig;        /* context before the extension */
+    float attn_factor; /* on cos and sin, before YaRN's own */
+    float ext_factor, beta_fast, beta_slow;
+    float log_mul; /* YaRN's log multiplier; < 0: the key is absent */
+} bg_rope_scaling;
+
 typedef struct bg_desc {
     const bg_arch *arch;
     char arch_name[32];
@@ -22,22 +32,25 @@ typedef struct bg_desc {
     int n_layers, d_model, d_ff, vocab_size, n_ctx_train;
     int n_heads, n_kv_heads, head_dim, v_dim, n_rot;
     float eps;
-    float attn_scale;    /* resolved: never 0 */
+    float attn_scale; /* resolved: never 0 */
     float attn_softcap, final_softcap;
-    float embed_scale;   /* 1 unless the family scales embeddings */
+    float embed_scale; /* 1 unless the family scales embeddings */
     float rope_base, rope_base_swa;
     float rope_scale, rope_scale_swa; /* s: angles are multiplied by it */
+    bg_rope_scaling rope_scaling;     /* of the layers without a window */
     bool rope_neox;
-    bool tied;           /* output is token_embd */
+    bool tied; /* output is token_embd */
     bg_act_fn act_fn;
     int window, window_period; /* layer l is windowed iff window && l % period < period - 1 */
     uint64_t window_layers[8]; /* one bit a layer, resolved from the period or the array */
     uint64_t n_params, weight_bytes;
+    int64_t n_unused; /* tensors of the file that the architecture does not use */
+    char unused_name[96]; /* the first of them */
 } bg_desc;
 
 /* Reads and checks hyper-parameters and every tensor's presence and shape. BG_FORMAT: damaged; BG_ARG:
  * an architecture or feature we do not have (named, with the list we have). Tensors the plan does not
- * use are counted in *n_unused (first one named in a warning by the caller through unused_name). */
+ * use are counted in n_unused: worth a warning by the caller. */
 bg_status bg_desc_read(bg_desc *d, const bg_gguf *g, bg_error *err);
 bool bg_layer_windowed(const bg_desc *d, int layer);
 /* Names of the supported architectures, NULL-terminated. */
@@ -76,8 +89,8 @@ typedef struct bg_model_config {
     void *ctx;
 } bg_model_config;
 
-/* Loads this rank's weights onto b and makes every buffer. g may be closed afterwards unless
- * bg_model_needs_file() (embedding rows are looked up in the mapping). b outlives the model. */
+/* Loads this rank's weights onto b and makes every buffer. g and b outlive the model: embedding rows
+ * are looked up in the file's mapping. BG_ARG, BG_NOMEM, BG_FORMAT. */
 bg_status bg_model_load(bg_model **m, const bg_gguf *g, const bg_desc *d, bg_backend *b,
                         const bg_model_config *config, bg_error *err);
 void bg_model_free(bg_model *m);

@@ -1,0 +1,167 @@
+/* model/arch.h - what the files of this folder share: tensor roles, the registry's rows, a model.
+ *
+ * A role is a tensor an architecture may have. Its shape is named by dimensions of the model
+ * (bg_dim), and how a rank's share is cut follows from them: a matrix whose rows are DIM_Q is cut
+ * by query heads, one whose columns are DIM_FF by the FFN's width, and so on (plan.c). */
+#ifndef BG_MODEL_ARCH_H
+#define BG_MODEL_ARCH_H
+
+#include "model/model.h"
+
+enum { BG_MAX_LAYERS = 512 };
+
+typedef enum bg_dim {
+    DIM_NONE,  /* second dimension of a vector */
+    DIM_MODEL, /* d_model */
+    DIM_Q,     /* n_heads * head_dim, cut by query heads */
+    DIM_K,     /* n_kv_heads * head_dim, cut by KV heads */
+    DIM_V,     /* n_kv_heads * v_dim, cut by KV heads */
+    DIM_QKV,   /* DIM_Q + DIM_K + DIM_V: three ranges, never one */
+    DIM_ATT,   /* n_heads * v_dim, cut by query heads */
+    DIM_FF,    /* d_ff, cut in quant blocks */
+    DIM_VOCAB, /* vocabulary, cut by rows */
+    DIM_IDS,   /* vocabulary, held by every rank */
+    DIM_HEAD,  /* head_dim */
+    DIM_PAIRS, /* n_rot / 2 */
+} bg_dim;
+
+typedef enum bg_role {
+    ROLE_TOKEN_EMBD,
+    ROLE_OUTPUT_NORM,
+    ROLE_OUTPUT,
+    ROLE_OUTPUT_B,
+    ROLE_ROPE_FREQS,
+    ROLE_ROPE_LONG,
+    ROLE_ROPE_SHORT,
+    ROLE_ATTN_NORM, /* from here on one a layer */
+    ROLE_Q,
+    ROLE_K,
+    ROLE_V,
+    ROLE_QKV, /* instead of the three */
+    ROLE_Q_B,
+    ROLE_K_B,
+    ROLE_V_B,
+    ROLE_QKV_B,
+    ROLE_Q_NORM,
+    ROLE_K_NORM,
+    ROLE_O,
+    ROLE_O_B,
+    ROLE_POST_ATTN_NORM,
+    ROLE_FFN_NORM,
+    ROLE_GATE,
+    ROLE_UP,
+    ROLE_DOWN,
+    ROLE_GATE_B,
+    ROLE_UP_B,
+    ROLE_DOWN_B,
+    ROLE_POST_FFN_NORM,
+    N_ROLES
+} bg_role;
+
+#define ROLE(r)      (UINT64_C(1) << (r))
+#define ROLES_GLOBAL (ROLE(ROLE_TOKEN_EMBD) | ROLE(ROLE_OUTPUT_NORM))
+#define ROLES_QKV    (ROLE(ROLE_Q) | ROLE(ROLE_K) | ROLE(ROLE_V))
+#define ROLES_QKV_B  (ROLE(ROLE_Q_B) | ROLE(ROLE_K_B) | ROLE(ROLE_V_B))
+#define ROLES_DENSE                                                                            \
+    (ROLE(ROLE_ATTN_NORM) | ROLES_QKV | ROLE(ROLE_O) | ROLE(ROLE_FFN_NORM) | ROLE(ROLE_GATE) | \
+     ROLE(ROLE_UP) | ROLE(ROLE_DOWN))
+
+struct bg_arch {
+    const char *name;
+    uint64_t need, may; /* roles it must and may have */
+    /* Sets what differs from the common defaults; the common part of *d has been read. */
+    bg_status (*read)(bg_desc *d, const bg_gguf *g, bg_error *err);
+    bg_status (*forward)(bg_model *m, bg_error *err);
+};
+
+extern const bg_arch bg_arch_llama, bg_arch_qwen2, bg_arch_qwen3, bg_arch_gemma3;
+
+const bg_arch *bg_arch_find(const char *name, size_t n); /* NULL: not one of ours */
+
+/* ---- metadata (hparams.c): keys are given without "ARCH."
+ * ---------------------------------------- */
+
+/* Values outside lo..hi, and a missing key when def is below lo: BG_FORMAT, naming the key. A key
+ * that may be an array with one element a layer must have the same value in all of them. */
+bg_status bg_hparam_int(const bg_desc *d, const bg_gguf *g, const char *key, int64_t def,
+                        int64_t lo, int64_t hi, int *v, bg_error *err);
+bg_status bg_hparam_float(const bg_desc *d, const bg_gguf *g, const char *key, double def,
+                          double lo, double hi, float *v, bg_error *err);
+/* attention.sliding_window_pattern: a period or one value a layer. Sets window_layers. */
+bg_status bg_hparam_windows(bg_desc *d, const bg_gguf *g, int default_period, bg_error *err);
+
+/* ---- tensors (tensors.c)
+ * --------------------------------------------------------------------------- */
+
+typedef struct bg_role_info {
+    const char *name; /* after "blk.N." where one a layer */
+    bg_dim in, out;   /* ne[0] and ne[1] */
+} bg_role_info;
+
+const bg_role_info *bg_role_get(bg_role r);
+int64_t bg_dim_size(const bg_desc *d, bg_dim dim);
+/* The tensor of a role; layer is ignored for global roles. NULL: the file has none. */
+const bg_tensor *bg_role_tensor(const bg_gguf *g, bg_role r, int layer);
+bg_status bg_tensors_check(bg_desc *d, const bg_gguf *g, bg_error *err);
+
+/* ---- what a rank holds (plan.c)
+ * ------------------------------------------------------------------- */
+
+typedef struct bg_range {
+    int64_t at, n;
+} bg_range;
+
+bg_range bg_shard_range(const bg_shard *s, const bg_desc *d, bg_dim dim);
+/* Rows of the vocabulary that a rank holds. */
+bg_range bg_vocab_range(const bg_desc *d, int rank, int tp);
+
+/* ---- rotation (rope.c)
+ * ----------------------------------------------------------------------------- */
+
+/* freq: n_rot/2 values for layers with (windowed) or without a window; factors: NULL or n_rot/2. */
+void bg_rope_table(const bg_desc *d, bool windowed, const float *factors, float *freq,
+                   float *mscale);
+
+/* ---- a loaded model
+ * --------------------------------------------------------------------------------- */
+
+typedef struct bg_layer {
+    bg_vec attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;
+    bg_vec q_norm, k_norm;
+    bg_linear *qkv, *gate_up; /* NULL: this rank has no rows of them */
+    bg_linear *o, *down;
+} bg_layer;
+
+struct bg_model {
+    bg_desc d;
+    bg_shard s;
+    bg_backend *b;
+    bg_layer *layers; /* n_layers */
+    bg_embedding *embedding;
+    bg_vec output_norm;
+    bg_linear *head;
+    int64_t *rank_rows; /* rows of the head on each rank */
+    float *freq[2];     /* of rope[0], rope[1] */
+    bg_rope rope[2];    /* without and with a window */
+    struct {
+        bg_act x; /* the residual stream */
+        bg_act h; /* normed x: what a branch reads */
+        bg_act y; /* what a branch adds */
+        bg_act qkv, q, att;
+        bg_act gate_up, ff;
+        bg_act out, out_h; /* rows that yield logits; their norm */
+    } a;
+};
+
+bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err); /* buffers.c */
+
+/* ---- pieces of a forward pass (layers.c)
+ * ------------------------------------------------------------- */
+
+bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err); /* h -> y, complete sum */
+bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err);       /* h -> y, complete sum */
+bg_status bg_head(bg_model *m, bg_error *err);                        /* x -> logits */
+/* The whole pass of families that norm before each branch and nowhere else. */
+bg_status bg_prenorm_forward(bg_model *m, bg_error *err);
+
+#endif

@@ -1,0 +1,59 @@
+/* model/buffers.c - every activation buffer of a rank, made once from its plan. */
+#include "model/arch.h"
+
+#include <stddef.h>
+
+typedef struct buffer {
+    const char *name;
+    size_t at; /* in bg_model.a */
+    int64_t rows, cols;
+} buffer;
+
+enum { N_BUFFERS = 10 };
+
+static void plan_buffers(buffer *list, const bg_desc *d, const bg_shard *s,
+                         const bg_backend_config *c)
+{
+#define AT(member) (offsetof(bg_model, a.member) - offsetof(bg_model, a))
+    const int64_t t = c->max_tokens, o = c->max_out, d_model = d->d_model;
+    const int64_t q = bg_shard_range(s, d, DIM_Q).n, att = bg_shard_range(s, d, DIM_ATT).n;
+    const int64_t kv = bg_shard_range(s, d, DIM_K).n + bg_shard_range(s, d, DIM_V).n;
+    const buffer all[N_BUFFERS] = {
+        {"x", AT(x), t, d_model},
+        {"h", AT(h), t, d_model},
+        {"y", AT(y), t, d_model},
+        {"qkv", AT(qkv), t, q + kv},
+        {"q", AT(q), t, q},
+        {"att", AT(att), t, att},
+        {"gate_up", AT(gate_up), t, 2 * (int64_t)s->n_ff},
+        {"ff", AT(ff), t, s->n_ff},
+        {"out", AT(out), o, d_model},
+        {"out_h", AT(out_h), o, d_model},
+    };
+#undef AT
+    for (int i = 0; i < N_BUFFERS; i++) {
+        list[i] = all[i];
+        if (list[i].cols < 1) list[i].cols = 1; /* a rank without heads or FFN columns */
+    }
+}
+
+bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err)
+{
+    bg_status st = BG_OK;
+    buffer list[N_BUFFERS];
+    plan_buffers(list, &m->d, &m->s, c);
+    for (int i = 0; !st && i < N_BUFFERS; i++)
+        st = m->b->ops->act_new(m->b, (bg_act *)((char *)&m->a + list[i].at), list[i].name,
+                                list[i].rows, list[i].cols, err);
+    return st;
+}
+
+uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c)
+{
+    buffer list[N_BUFFERS];
+    uint64_t values = (uint64_t)c->max_out * (uint64_t)d->vocab_size; /* logits */
+    plan_buffers(list, d, s, c);
+    for (int i = 0; i < N_BUFFERS; i++)
+        values += (uint64_t)list[i].rows * (uint64_t)list[i].cols;
+    return values * sizeof(float);
+}

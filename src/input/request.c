@@ -1,0 +1,358 @@
+/* A line to a request.
+ *
+ * Which form a line has: an OpenAI batch line has body, url or method, or a custom_id without
+ * prompt and messages; every other object is a plain line. A key given twice in one object is
+ * refused as invalid JSON: readers disagree on which one counts, so neither may be picked silently.
+ * A BOM at the start of a later line (two files joined) is accepted. */
+#include "input/input.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/buf.h"
+#include "base/utf8.h"
+#include "input/parts.h"
+#include "input/scan.h"
+
+void bg_gen_defaults(bg_gen *g)
+{
+    *g = (bg_gen){.temperature = 1, .top_p = 1, .repetition_penalty = 1, .n = 1, .logprobs = -1};
+}
+
+static void reject(bg_request *r, const char *code, const char *param, const char *fmt, va_list ap)
+{
+    va_list again;
+    va_copy(again, ap);
+    int n = vsnprintf(NULL, 0, fmt, ap);
+    size_t n_text = n < 0 ? 0 : (size_t)n, n_param = param ? strlen(param) : 0;
+    /* One block, so that a name made up here lives as long as the message. param may point into the
+     * old one. */
+    char *text = malloc(n_text + 1 + n_param + 1);
+    r->error_code = code;
+    if (text) {
+        text[0] = 0;
+        vsnprintf(text, n_text + 1, fmt, again);
+        memcpy(text + n_text + 1, param ? param : "", n_param + 1);
+    }
+    va_end(again);
+    free(r->error_message);
+    r->error_message = text;
+    r->error_param = text && param ? text + n_text + 1 : NULL;
+}
+
+void bg_request_reject(bg_request *r, const char *code, const char *param, const char *fmt, ...)
+{
+    va_list ap;
+    va_start(ap, fmt);
+    reject(r, code, param, fmt, ap);
+    va_end(ap);
+}
+
+json_t *bg_parse_field(const bg_parse *c, const char *name)
+{
+    json_t *v = json_object_get(c->body, name);
+    return json_is_null(v) ? NULL : v;
+}
+
+bool bg_parse_nomem(bg_parse *c)
+{
+    c->nomem = true;
+    return false;
+}
+
+bool bg_parse_bad(bg_parse *c, const char *code, const char *name, const char *fmt, ...)
+{
+    char param[224];
+    snprintf(param, sizeof param, "%s%s", c->prefix, name);
+    va_list ap;
+    va_start(ap, fmt);
+    reject(c->r, code, param, fmt, ap);
+    va_end(ap);
+    return c->r->error_message ? false : bg_parse_nomem(c);
+}
+
+static const char *type_name(const json_t *v)
+{
+    switch (json_typeof(v)) {
+    case JSON_OBJECT:
+        return "an object";
+    case JSON_ARRAY:
+        return "an array";
+    case JSON_STRING:
+        return "a string";
+    case JSON_INTEGER:
+    case JSON_REAL:
+        return "a number";
+    case JSON_NULL:
+        return "null";
+    default:
+        return json_is_true(v) ? "true" : "false";
+    }
+}
+
+bool bg_parse_bad_value(bg_parse *c, const char *name, const json_t *value, const char *must)
+{
+    char seen[64];
+    if (json_is_integer(value))
+        snprintf(seen, sizeof seen, "%lld", (long long)json_integer_value(value));
+    else if (json_is_real(value))
+        snprintf(seen, sizeof seen, "%.9g", json_real_value(value));
+    else
+        snprintf(seen, sizeof seen, "%s", type_name(value));
+    return bg_parse_bad(c, BG_CODE_FIELD, name, "%s%s is %s; it must be %s", c->prefix, name, seen,
+                        must);
+}
+
+bool bg_json_whole(const json_t *v, int64_t *out)
+{
+    if (json_is_integer(v)) {
+        *out = json_integer_value(v);
+        return true;
+    }
+    double d = json_is_real(v) ? json_real_value(v) : 0.5;
+    if (!(d > -0x1p53 && d < 0x1p53) || d != (double)(int64_t)d) return false;
+    *out = (int64_t)d;
+    return true;
+}
+
+/* An id as JSON text, escaped in one way whatever way the line used. NULL: not a string or whole
+ * number. */
+static bool id_text(bg_parse *c, const json_t *v)
+{
+    bg_buf b = {0};
+    if (json_is_string(v))
+        bg_buf_json(&b, json_string_value(v), json_string_length(v));
+    else if (json_is_integer(v))
+        bg_buf_printf(&b, "%lld", (long long)json_integer_value(v));
+    else
+        return true;
+    c->r->id = bg_buf_take(&b);
+    return c->r->id ? true : bg_parse_nomem(c);
+}
+
+/* The id of a line that is not valid up to `end`. */
+static bool salvage_id(bg_parse *c, const char *s, size_t n, const bg_scan *scan)
+{
+    if (!scan->id_n || scan->id_at + scan->id_n > n) return true;
+    json_t *v = json_loadb(s + scan->id_at, scan->id_n, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
+    bool ok = v ? id_text(c, v) : true;
+    json_decref(v);
+    return ok;
+}
+
+static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t *e, size_t bom)
+{
+    size_t end = e->position > 0 ? (size_t)e->position : 0;
+    if (end > n) end = n;
+    enum json_error_code code = json_error_code(e);
+    bg_scan scan;
+    bg_scan_line(s, n, end, &scan);
+    if (code == json_error_out_of_memory) return bg_parse_nomem(c);
+    /* Of two objects on one line neither is the record. */
+    if (code != json_error_end_of_input_expected && !salvage_id(c, s, n, &scan)) return false;
+    bg_request *r = c->r;
+    const char *param = scan.path[0] ? scan.path : NULL;
+    if (code == json_error_numeric_overflow) {
+        bg_request_reject(r, BG_CODE_FIELD, param, "%s is out of range near byte %zu",
+                          param ? param : "a number", end + bom);
+    } else if (!bg_utf8_valid(s, n)) {
+        size_t at = 0;
+        uint32_t cp = 0;
+        while (at < n && cp != BG_UTF8_BAD)
+            at += bg_utf8_next(s + at, n - at, &cp);
+        bool utf16 = n >= 2 && (!memcmp(s, "\xff\xfe", 2) || !memcmp(s, "\xfe\xff", 2));
+        bg_request_reject(r, BG_CODE_JSON, NULL, "not UTF-8 before byte %zu%s", at + bom,
+                          utf16 ? "; it looks like UTF-16: convert the file to UTF-8" : "");
+    } else if (code == json_error_end_of_input_expected) {
+        bg_request_reject(
+            r, BG_CODE_JSON, NULL,
+            "more follows the first JSON value near byte %zu; a line holds one object", end + bom);
+    } else if (code == json_error_duplicate_key) {
+        bg_request_reject(r, BG_CODE_JSON, param, "%s is given twice, near byte %zu",
+                          param ? param : "a key", end + bom);
+    } else {
+        const char *near = strstr(e->text, " near ");
+        int len = near ? (int)(near - e->text) : (int)strlen(e->text);
+        bg_request_reject(r, BG_CODE_JSON, NULL, "not JSON: %.*s near byte %zu", len, e->text,
+                          end + bom);
+    }
+    return r->error_message ? false : bg_parse_nomem(c);
+}
+
+/* What pairs a record with an earlier result of the same content: the fields in a fixed order.
+ * Inside a field the order stays, because a chat template may print it. */
+static bool fingerprint(bg_parse *c)
+{
+    static const char *const not_content[] = {"id", "custom_id"};
+    json_t *top = json_copy(c->body);
+    bg_buf b = {0};
+    bool ok = top != NULL;
+    if (ok && !c->r->openai)
+        for (size_t i = 0; i < 2; i++)
+            json_object_del(top, not_content[i]);
+    size_t n = json_object_size(top), i = 0;
+    const char **keys = calloc(n + 1, sizeof *keys);
+    ok = ok && keys;
+    const char *key;
+    json_t *value;
+    if (ok) {
+        json_object_foreach(top, key, value) keys[i++] = key;
+        for (i = 1; i < n; i++) { /* few keys: insertion sort */
+            const char *k = keys[i];
+            size_t at = i;
+            for (; at > 0 && strcmp(keys[at - 1], k) > 0; at--)
+                keys[at] = keys[at - 1];
+            keys[at] = k;
+        }
+        bg_buf_str(&b, c->r->api == BG_API_CHAT ? "chat{" : "completion{");
+    }
+    for (i = 0; ok && i < n; i++) {
+        if (i) bg_buf_char(&b, ',');
+        bg_buf_json(&b, keys[i], strlen(keys[i]));
+        bg_buf_char(&b, ':');
+        char *text = json_dumps(json_object_get(top, keys[i]), JSON_COMPACT | JSON_ENCODE_ANY);
+        if (!text)
+            ok = false;
+        else
+            bg_buf_str(&b, text);
+        free(text);
+    }
+    if (ok) {
+        bg_buf_char(&b, '}');
+        c->r->fingerprint_text = bg_buf_take(&b);
+    }
+    bg_buf_release(&b);
+    free(keys);
+    json_decref(top);
+    return c->r->fingerprint_text ? true : bg_parse_nomem(c);
+}
+
+static bool openai_line(bg_parse *c)
+{
+    bg_request *r = c->r;
+    const json_t *id = bg_parse_field(c, "custom_id");
+    if (!id)
+        return bg_parse_bad(c, BG_CODE_MISSING, "custom_id",
+                            "custom_id is missing; every batch line needs one");
+    if (!id_text(c, id)) return false;
+    if (!json_is_string(id)) return bg_parse_bad_value(c, "custom_id", id, "a string");
+
+    const json_t *method = bg_parse_field(c, "method"), *url = bg_parse_field(c, "url");
+    if (!method) return bg_parse_bad(c, BG_CODE_MISSING, "method", "method is missing; it is POST");
+    if (!json_is_string(method) || strcmp(json_string_value(method), "POST") != 0)
+        return bg_parse_bad_value(c, "method", method, "\"POST\"");
+    if (!url)
+        return bg_parse_bad(c, BG_CODE_MISSING, "url",
+                            "url is missing; /v1/chat/completions and /v1/completions are known");
+    if (!json_is_string(url)) return bg_parse_bad_value(c, "url", url, "a string");
+    if (strcmp(json_string_value(url), "/v1/chat/completions") == 0)
+        r->api = BG_API_CHAT;
+    else if (strcmp(json_string_value(url), "/v1/completions") == 0)
+        r->api = BG_API_COMPLETION;
+    else
+        return bg_parse_bad(c, BG_CODE_URL, "url",
+                            "url is %.80s; /v1/chat/completions and /v1/completions are known",
+                            json_string_value(url));
+    json_t *body = bg_parse_field(c, "body");
+    if (!body) return bg_parse_bad(c, BG_CODE_MISSING, "body", "body is missing");
+    if (!json_is_object(body)) return bg_parse_bad_value(c, "body", body, "an object");
+    c->body = body;
+    c->prefix = "body.";
+    return true;
+}
+
+static bool plain_line(bg_parse *c)
+{
+    const char *name = bg_parse_field(c, "id") ? "id" : "custom_id";
+    const json_t *id = bg_parse_field(c, name);
+    if (id && !id_text(c, id)) return false;
+    if (id && !c->r->id) return bg_parse_bad_value(c, name, id, "a string or a whole number");
+    bool messages = bg_parse_field(c, "messages"), prompt = bg_parse_field(c, "prompt");
+    if (messages && prompt)
+        return bg_parse_bad(c, BG_CODE_FIELD, "prompt", "both prompt and messages are given");
+    if (!messages && !prompt)
+        return bg_parse_bad(c, BG_CODE_MISSING, "prompt",
+                            "neither prompt nor messages is there, and no body");
+    c->r->api = messages ? BG_API_CHAT : BG_API_COMPLETION;
+    return true;
+}
+
+static bool model_name(bg_parse *c)
+{
+    const json_t *v = bg_parse_field(c, "model");
+    if (!v) return true;
+    if (!json_is_string(v) || strlen(json_string_value(v)) != json_string_length(v))
+        return bg_parse_bad_value(c, "model", v, "a string without NUL");
+    c->r->model = strdup(json_string_value(v));
+    return c->r->model ? true : bg_parse_nomem(c);
+}
+
+static bool parse(bg_parse *c, const bg_line *line)
+{
+    bg_request *r = c->r;
+    size_t bom = line->n >= 3 && memcmp(line->data, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
+    const char *s = line->data + bom;
+    size_t n = line->n - bom;
+    if (line->too_long) {
+        bg_scan scan;
+        bg_scan_line(s, n, n, &scan);
+        if (!salvage_id(c, s, n, &scan)) return false;
+        bg_request_reject(r, BG_CODE_LINE_LONG, NULL,
+                          "the line is longer than the %zu bytes allowed", line->n);
+        return r->error_message ? false : bg_parse_nomem(c);
+    }
+    json_error_t e;
+    r->root = json_loadb(s, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL, &e);
+    if (!r->root) return broken_json(c, s, n, &e, bom);
+    if (!json_is_object(r->root)) {
+        bg_request_reject(r, BG_CODE_JSON, NULL, "the line is %s; a request is a JSON object",
+                          type_name(r->root));
+        return r->error_message ? false : bg_parse_nomem(c);
+    }
+    c->body = r->root;
+    r->openai = bg_parse_field(c, "body") || bg_parse_field(c, "url") ||
+                bg_parse_field(c, "method") ||
+                (bg_parse_field(c, "custom_id") && !bg_parse_field(c, "prompt") &&
+                 !bg_parse_field(c, "messages"));
+    if (!(r->openai ? openai_line(c) : plain_line(c))) return false;
+    return model_name(c) && fingerprint(c) && bg_parse_settings(c) &&
+           (r->api == BG_API_CHAT ? bg_parse_messages(c) : bg_parse_prompts(c));
+}
+
+bg_status bg_request_parse(bg_request *r, const bg_line *line, const bg_gen *defaults,
+                           const bg_request_limits *limits, bg_error *err)
+{
+    *r = (bg_request){.record = line->record,
+                      .line = line->line,
+                      .file = line->file,
+                      .gen = *defaults,
+                      .add_generation_prompt = true};
+    bg_parse c = {
+        .r = r, .prefix = "", .limits = {.max_n = 128, .max_stops = 64, .max_logprobs = 20}};
+    if (limits && limits->max_n) c.limits.max_n = limits->max_n;
+    if (limits && limits->max_stops) c.limits.max_stops = limits->max_stops;
+    if (limits && limits->max_logprobs) c.limits.max_logprobs = limits->max_logprobs;
+    (void)parse(&c, line); /* false is told by error_code or nomem */
+    if (c.nomem) return bg_fail(err, BG_NOMEM, "line %lld: out of memory", (long long)line->line);
+    return BG_OK;
+}
+
+void bg_request_release(bg_request *r)
+{
+    for (int i = 0; r->prompts && i < r->n_prompts; i++)
+        free(r->prompts[i].ids);
+    for (int i = 0; r->stops && i < r->n_stops; i++)
+        free(r->stops[i]);
+    free(r->prompts);
+    free(r->stops);
+    free(r->stop_ids);
+    free(r->bias);
+    free(r->id);
+    free(r->model);
+    free(r->fingerprint_text);
+    free(r->error_message);
+    json_decref(r->root);
+    *r = (bg_request){0};
+}

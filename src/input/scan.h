@@ -1,0 +1,20 @@
+/* input/scan.h - what can still be learned from a line that is not valid JSON.
+ *
+ * A lexical walk without memory of its own: it follows strings, brackets, colons and commas and
+ * judges nothing else. */
+#ifndef BG_INPUT_SCAN_H
+#define BG_INPUT_SCAN_H
+
+#include <stddef.h>
+
+typedef struct bg_scan {
+    size_t id_at,
+        id_n; /* the text of the outermost object's custom_id, else of its id; id_n 0: there is
+                 none in front of `end`, or it is there twice, or it is not whole */
+    char path[192]; /* of the value at `end`, "body.messages[2].content"; "": none */
+} bg_scan;
+
+/* Walks s[0..n) up to `end`. */
+void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out);
+
+#endif

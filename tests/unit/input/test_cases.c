@@ -1,0 +1,177 @@
+/* The shared hard inputs (tests/golden/cases) through lines, ids and requests: what each line must
+ * become, as expected.jsonl says. */
+#include <criterion/criterion.h>
+
+#include <stdio.h>
+#include <string.h>
+
+#include <jansson.h>
+
+#include "input/input.h"
+
+/* Cases decided later than here, by the tokenizer, the template or the vocabulary. */
+static bool later(const char *file, int64_t line)
+{
+    return (strcmp(file, "limits.jsonl") == 0 && (line == 2 || line == 3)) ||
+           (strcmp(file, "empty_prompts.jsonl") == 0 && line == 12);
+}
+
+/* Structured output is not available: these schemas are refused rather than run without. */
+static bool refused(const char *file, int64_t line)
+{
+    static const int lines[] = {1, 2, 9, 13, 14};
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+        if (strcmp(file, "schemas.jsonl") == 0 && line == lines[i]) return true;
+    return false;
+}
+
+typedef struct outcome {
+    bool seen, error;
+    char code[32], message[512];
+    char *id;
+} outcome;
+
+enum { MAX_LINES = 128 };
+
+/* Outcome of each line of a file, by line number. */
+static void run(const char *file, outcome *out)
+{
+    char path[256];
+    snprintf(path, sizeof path, "tests/golden/cases/%s", file);
+    const char *paths[] = {path};
+    bg_error err = {0};
+    bg_input *in;
+    cr_assert_eq(bg_input_open(&in, paths, 1, 0, &err), BG_OK, "%s", err.text);
+    bg_id_set *ids = bg_id_set_new();
+    bg_gen gen;
+    bg_gen_defaults(&gen);
+    for (;;) {
+        bg_line line;
+        bool got;
+        cr_assert_eq(bg_input_next(in, &line, &got, &err), BG_OK, "%s", err.text);
+        if (!got) break;
+        cr_assert_lt(line.line, MAX_LINES);
+        bg_request r;
+        cr_assert_eq(bg_request_parse(&r, &line, &gen, NULL, &err), BG_OK);
+        if (r.id) {
+            int64_t first = bg_id_set_add(ids, r.id, strlen(r.id), r.record);
+            if (first && !r.error_code)
+                bg_request_reject(&r, BG_CODE_DUPLICATE, "custom_id", "first used on line %lld",
+                                  (long long)first);
+        }
+        outcome *o = &out[line.line];
+        o->seen = true;
+        o->error = r.error_code != NULL;
+        if (o->error) {
+            snprintf(o->code, sizeof o->code, "%s", r.error_code);
+            snprintf(o->message, sizeof o->message, "%s", r.error_message);
+        }
+        o->id = r.id ? strdup(r.id) : NULL;
+        bg_request_release(&r);
+    }
+    bg_id_set_free(ids);
+    bg_input_close(in);
+}
+
+Test(cases, outcomes)
+{
+    FILE *f = fopen("tests/golden/cases/expected.jsonl", "r");
+    cr_assert(f);
+    char text[4096], file[64] = "";
+    static outcome out[MAX_LINES];
+    int n = 0;
+    while (fgets(text, sizeof text, f)) {
+        json_t *e = json_loads(text, 0, NULL);
+        const char *name = json_string_value(json_object_get(e, "file"));
+        const char *want = json_string_value(json_object_get(e, "outcome"));
+        int64_t line = json_integer_value(json_object_get(e, "line"));
+        if (strcmp(name, file) != 0) {
+            snprintf(file, sizeof file, "%s", name);
+            for (int i = 0; i < MAX_LINES; i++)
+                free(out[i].id);
+            memset(out, 0, sizeof out);
+            run(file, out);
+        }
+        const outcome *o = &out[line];
+        cr_expect_eq(o->seen, strcmp(want, "skip") != 0, "%s:%lld: %s", file, (long long)line,
+                     want);
+        if (strcmp(want, "ok") == 0 && !refused(file, line))
+            cr_expect(!o->error, "%s:%lld: %s: %s", file, (long long)line, o->code, o->message);
+        if ((strcmp(want, "error") == 0 && !later(file, line)) || refused(file, line)) {
+            cr_expect(o->error, "%s:%lld passed", file, (long long)line);
+            cr_expect(o->message[0], "%s:%lld: no message", file, (long long)line);
+        }
+        /* An id that is shown is the right one; null where it could not be read for sure. */
+        const json_t *id = json_object_get(e, "custom_id");
+        if (json_is_string(id) && o->seen) {
+            json_t *got = o->id ? json_loads(o->id, JSON_DECODE_ANY, NULL) : NULL;
+            cr_expect(got && json_equal(got, id), "%s:%lld: id %s", file, (long long)line,
+                      o->id ? o->id : "null");
+            json_decref(got);
+        }
+        if (json_is_null(id)) cr_expect_null(o->id, "%s:%lld: id %s", file, (long long)line, o->id);
+        json_decref(e);
+        n++;
+    }
+    fclose(f);
+    cr_expect_gt(n, 200);
+    for (int i = 0; i < MAX_LINES; i++)
+        free(out[i].id);
+}
+
+/* The code and a part of the message of chosen lines. */
+Test(cases, codes)
+{
+    static const struct {
+        const char *file;
+        int line;
+        const char *code, *says;
+    } want[] = {
+        {"malformed.jsonl", 2, BG_CODE_JSON, "near byte"},
+        {"malformed.jsonl", 4, BG_CODE_JSON, "an array"},
+        {"malformed.jsonl", 8, BG_CODE_MISSING, "prompt"},
+        {"malformed.jsonl", 9, BG_CODE_MISSING, "body"},
+        {"malformed.jsonl", 10, BG_CODE_FIELD, "body"},
+        {"malformed.jsonl", 11, BG_CODE_FIELD, "body.messages"},
+        {"malformed.jsonl", 12, BG_CODE_FIELD, "method"},
+        {"malformed.jsonl", 13, BG_CODE_URL, "/v1/nope"},
+        {"malformed.jsonl", 16, BG_CODE_JSON, "more follows"},
+        {"malformed.jsonl", 18, BG_CODE_MISSING, "custom_id"},
+        {"malformed.jsonl", 20, BG_CODE_FIELD, "body.messages[0].content"},
+        {"dup_ids.jsonl", 2, BG_CODE_DUPLICATE, "line 1"},
+        {"dup_ids.jsonl", 3, BG_CODE_DUPLICATE, "line 1"},
+        {"empty_prompts.jsonl", 3, BG_CODE_EMPTY, "body.messages"},
+        {"empty_prompts.jsonl", 4, BG_CODE_FIELD, "body.messages[0].content"},
+        {"empty_prompts.jsonl", 7, BG_CODE_UNSUPPORTED, "image_url"},
+        {"empty_prompts.jsonl", 9, BG_CODE_EMPTY, "body.prompt"},
+        {"limits.jsonl", 6, BG_CODE_FIELD, "body.max_tokens is 0"},
+        {"limits.jsonl", 7, BG_CODE_FIELD, "body.max_tokens is -1"},
+        {"numbers.jsonl", 1, BG_CODE_JSON, "near byte"},
+        {"numbers.jsonl", 3, BG_CODE_FIELD, "body.temperature is out of range"},
+        {"numbers.jsonl", 7, BG_CODE_FIELD, "body.seed is out of range"},
+        {"numbers.jsonl", 14, BG_CODE_FIELD, "body.max_tokens is 4.5"},
+        {"numbers.jsonl", 18, BG_CODE_FIELD, "body.n is true"},
+        {"stops.jsonl", 4, BG_CODE_FIELD, "body.stop[0]"},
+        {"stops.jsonl", 5, BG_CODE_FIELD, "body.stop"},
+        {"roles.jsonl", 7, BG_CODE_MISSING, "body.messages[0].role"},
+        {"schemas.jsonl", 1, BG_CODE_UNSUPPORTED, "json_schema"},
+        {"schemas.jsonl", 11, BG_CODE_FIELD, "yaml"},
+        {"surrogate.jsonl", 2, BG_CODE_JSON, "near byte"},
+    };
+    static outcome out[MAX_LINES];
+    const char *file = "";
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+        if (strcmp(want[i].file, file) != 0) {
+            file = want[i].file;
+            for (int k = 0; k < MAX_LINES; k++)
+                free(out[k].id);
+            memset(out, 0, sizeof out);
+            run(file, out);
+        }
+        const outcome *o = &out[want[i].line];
+        cr_expect_str_eq(o->code, want[i].code, "%s:%d: %s", file, want[i].line, o->message);
+        cr_expect(strstr(o->message, want[i].says), "%s:%d: %s", file, want[i].line, o->message);
+    }
+    for (int k = 0; k < MAX_LINES; k++)
+        free(out[k].id);
+}

@@ -74,7 +74,10 @@ size_t bg_utf8_unfinished(const char *s, size_t n)
         unsigned char lo, hi;
         size_t len = lead((unsigned char)s[n - back], &lo, &hi);
         if (len == 1) return 0;
-        if (len == 0) continue; /* a continuation byte, or never valid */
+        if (len == 0) {
+            if (((unsigned char)s[n - back] & 0xc0) != 0x80) return 0; /* never valid */
+            continue;
+        }
         if (len <= back) return 0;
         if (back >= 2) {
             unsigned char t = (unsigned char)s[n - back + 1];

@@ -62,7 +62,8 @@ typedef struct bg_segment {
     bool parse_special;
 } bg_segment;
 
-/* Tokenises the segments one after another into ids (appended). add_special: put bos in front and
+/* Tokenises the segments into ids (appended), as one text: words and merges run across segments,
+ * whose borders only decide what may be a control token. add_special: put bos in front and
  * eos behind if the vocabulary wants them (a bos that the first segment spells already is not
  * doubled). Invalid UTF-8 is tokenised bytewise as tokenizers.md says. BG_NOMEM. */
 bg_status bg_tokenize(const bg_vocab *v, const bg_segment *segs, size_t n_segs, bool add_special,
@@ -87,10 +88,12 @@ bg_detok *bg_detok_new(const bg_vocab *v, const char *const *stops, size_t n_sto
 void bg_detok_free(bg_detok *d);
 /* Appends the text that became certain to out. Returns the index of the stop string that ended the
  * text, the earliest occurrence in the text (ties: the longest), or -1. After a match no more text
- * comes. */
+ * comes. While a stop string that is there could still turn out to be part of one that began earlier,
+ * or of a longer one at its place ("\n" of "\n\n"), nothing is decided yet: then -1, as before. */
 int bg_detok_add(bg_detok *d, int32_t id, bg_buf *out);
-/* The end: what was held back comes out, an unfinished character as U+FFFD. */
-void bg_detok_finish(bg_detok *d, bg_buf *out);
+/* The end: what was held back comes out, an unfinished character as U+FFFD. Returns the stop string
+ * that ended the text if that was still undecided or known already, else -1. */
+int bg_detok_finish(bg_detok *d, bg_buf *out);
 
 /* ---- chat templates --------------------------------------------------------------------------- */
 

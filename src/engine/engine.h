@@ -1,9 +1,10 @@
 /* engine/engine.h - requests in flight: from token ids in to token ids out, on a set of ranks.
  *
- * The coordinator makes the ranks first (bg_ranks_start: one worker process a rank, forked through a
- * small single-threaded nursery process before any thread exists), then an engine over them. The engine's
- * own thread schedules: it fills seats from a look-ahead window, prefills in chunks, decodes, preempts
- * by recomputing when KV blocks run out, starts dead ranks again, and reports tokens to a sink.
+ * The coordinator makes the ranks first (bg_ranks_start: one worker process a rank, forked through
+ * a small single-threaded nursery process before any thread exists), then an engine over them. The
+ * engine's own thread schedules: it fills seats from a look-ahead window, prefills in chunks,
+ * decodes, preempts by recomputing when KV blocks run out, starts dead ranks again, and reports
+ * tokens to a sink.
  *
  * Continuous batching: a step is prefill or decode; see architecture.md "A step". Results depend on
  * each request alone: not on what shared its batch, on preemption, or on a rank that died.
@@ -24,7 +25,8 @@
 #include "base/log.h"
 #include "model/model.h"
 
-/* ---- ranks: worker processes -------------------------------------------------------------------- */
+/* ---- ranks: worker processes --------------------------------------------------------------------
+ */
 
 typedef struct bg_rank_config { /* plain data and strings that outlive the ranks */
     const char *model_path;
@@ -38,17 +40,17 @@ typedef struct bg_rank_config { /* plain data and strings that outlive the ranks
     int max_num_seqs;           /* slots, and the largest decode batch */
     int max_step_tokens;        /* rows of the largest step */
     int max_model_len;
-    size_t max_message;         /* bytes of the largest message in a ring; 0: computed */
+    size_t max_message; /* bytes of the largest message in a ring; 0: computed */
 } bg_rank_config;
 
-/* What a rank process runs. The real one is bg_rank_main_model; tests put a fake in its place. All three
- * are called in the rank's process. */
+/* What a rank process runs. The real one is bg_rank_main_model; tests put a fake in its place. All
+ * three are called in the rank's process. */
 typedef struct bg_rank_ops {
     bg_status (*start)(void **state, const bg_rank_config *c, int rank, void *comm_memory,
-                       void (*progress)(void *ctx, uint64_t done, uint64_t total), void *progress_ctx,
-                       bg_error *err);
-    bg_status (*seat)(void *state, int slot, const bg_sampling *s, const int32_t *tokens, int n_tokens,
-                      int n_generated, bg_error *err);
+                       void (*progress)(void *ctx, uint64_t done, uint64_t total),
+                       void *progress_ctx, bg_error *err);
+    bg_status (*seat)(void *state, int slot, const bg_sampling *s, const int32_t *tokens,
+                      int n_tokens, int n_generated, bg_error *err);
     /* Runs one step; out (room for max_num_seqs) gets what was sampled, *n of them. */
     bg_status (*step)(void *state, const bg_batch *batch, bg_sampled *out, int *n, bg_error *err);
     void (*stop)(void *state);
@@ -62,9 +64,9 @@ typedef struct bg_ranks bg_ranks;
  * Returns at once: ranks load the model while the caller does other things. *r is the caller's. */
 bg_status bg_ranks_start(bg_ranks **r, const bg_rank_config *c, const bg_rank_ops *ops, bg_log *log,
                          bg_error *err);
-/* Waits until every rank is ready; progress (may be NULL) is called now and then with the bytes loaded.
- * BG_DEVICE or the rank's own status with its text (e.g. BG_FORMAT: the model is damaged). stop (may be
- * NULL) is polled: true gives BG_BUSY. */
+/* Waits until every rank is ready; progress (may be NULL) is called now and then with the bytes
+ * loaded. BG_DEVICE or the rank's own status with its text (e.g. BG_FORMAT: the model is damaged).
+ * stop (may be NULL) is polled: true gives BG_BUSY. */
 bg_status bg_ranks_wait_ready(bg_ranks *r, void (*progress)(void *, uint64_t done, uint64_t total),
                               void *ctx, bool (*stop)(void *), bg_error *err);
 /* Asks every rank to end, waits shortly, kills the rest, reaps. NULL is allowed. */
@@ -72,7 +74,8 @@ void bg_ranks_stop(bg_ranks *r);
 pid_t bg_ranks_pid(const bg_ranks *r, int rank); /* for tests and status; 0: not running */
 uint64_t bg_ranks_memory(const bg_ranks *r);     /* bytes on the devices, all ranks */
 
-/* ---- requests ------------------------------------------------------------------------------------- */
+/* ---- requests
+ * ------------------------------------------------------------------------------------- */
 
 typedef enum bg_finish {
     BG_FINISH_NONE = 0,
@@ -83,15 +86,16 @@ typedef enum bg_finish {
 
 /* One sequence: one choice of one prompt. */
 typedef struct bg_seq_spec {
-    void *user;             /* comes back with each event */
-    int64_t order;          /* record number: the engine's tie-break, lower first */
-    const int32_t *prompt;  /* copied; n_prompt >= 1 */
+    void *user;            /* comes back with each event */
+    int64_t order;         /* record number: the engine's tie-break, lower first */
+    const int32_t *prompt; /* copied; n_prompt >= 1 */
     int n_prompt;
-    const int32_t *regained; /* output tokens of an earlier run to continue from; may be NULL; copied */
+    const int32_t
+        *regained; /* output tokens of an earlier run to continue from; may be NULL; copied */
     int n_regained;
-    int max_tokens;         /* >= 1, regained ones included */
+    int max_tokens; /* >= 1, regained ones included */
     bool ignore_eos;
-    bg_sampling sampling;   /* copied with its arrays */
+    bg_sampling sampling; /* copied with its arrays */
 } bg_seq_spec;
 
 typedef struct bg_token_event {
@@ -105,24 +109,25 @@ typedef struct bg_token_event {
 
 typedef struct bg_engine_stats {
     uint64_t steps, prefill_steps, decode_steps;
-    uint64_t prompt_tokens;    /* computed in prefill, without cached ones */
-    uint64_t cached_tokens;    /* prompt tokens that the prefix cache saved */
+    uint64_t prompt_tokens; /* computed in prefill, without cached ones */
+    uint64_t cached_tokens; /* prompt tokens that the prefix cache saved */
     uint64_t output_tokens;
     uint64_t recomputed_tokens; /* prefilled again after preemption or a restart */
     uint64_t preemptions, restarts;
     int n_running, n_waiting;
     int blocks_free, blocks_total;
-    int64_t busy_ns;           /* time in which a step was under way */
+    int64_t busy_ns; /* time in which a step was under way */
 } bg_engine_stats;
 
 typedef struct bg_engine_config {
     bool prefix_cache;
-    int window;          /* sequences waiting at most; submit blocks beyond it */
+    int window;             /* sequences waiting at most; submit blocks beyond it */
     int max_batched_tokens; /* prefill tokens of a step; <= max_step_tokens of the ranks */
-    int max_restarts;    /* this many deaths in a row (no token in between) end the engine: 3 */
-    const int32_t *eog;  /* end-of-generation ids, ascending; copied */
+    int max_restarts;       /* this many deaths in a row (no token in between) end the engine: 3 */
+    const int32_t *eog;     /* end-of-generation ids, ascending; copied */
     size_t n_eog;
-    /* The sink: n events in the order of their tokens, on the engine's thread. Must not block for long. */
+    /* The sink: n events in the order of their tokens, on the engine's thread. Must not block for
+     * long. */
     void (*on_events)(void *ctx, const bg_token_event *events, int n);
     void *ctx;
     bg_log *log;
@@ -136,15 +141,18 @@ bg_status bg_engine_new(bg_engine **e, bg_ranks *r, const bg_engine_config *c, b
  * (prompt + 1 token over max_model_len, or more blocks than there are). BG_DEVICE: the engine has
  * failed. BG_BUSY: the engine is stopping. Any thread. */
 bg_status bg_engine_submit(bg_engine *e, const bg_seq_spec *spec, uint64_t *seq, bg_error *err);
-/* Ends a sequence early; its last event (BG_FINISH_CANCEL, no token) still comes, unless it ended by
- * itself before. Any thread; also from the sink. */
+/* Ends a sequence early; its last event (BG_FINISH_CANCEL, no token) still comes, unless it ended
+ * by itself before. Any thread; also from the sink. */
 void bg_engine_cancel(bg_engine *e, uint64_t seq);
+/* Takes no more: submit says BG_BUSY from now on, sequences that never started end with
+ * BG_FINISH_CANCEL, running ones go on to their end. Any thread. */
+void bg_engine_wind_down(bg_engine *e);
 /* Waits until nothing is waiting or running, or the engine failed (its error). */
 bg_status bg_engine_drain(bg_engine *e, bg_error *err);
 /* Stops admitting and cancels: after it returns no event comes any more. Sequences still in flight
  * just vanish (their tokens so far were reported). Wakes blocked submitters with BG_BUSY. */
 void bg_engine_stop(bg_engine *e);
-void bg_engine_free(bg_engine *e); /* stops first */
+void bg_engine_free(bg_engine *e);                          /* stops first */
 void bg_engine_get_stats(bg_engine *e, bg_engine_stats *s); /* any thread */
 /* BG_OK, or the failure that ended the engine. Any thread. */
 bg_status bg_engine_error(bg_engine *e, bg_error *err);

@@ -100,7 +100,7 @@ const bg_option bg_options[] = {
 
     {"chat-template", NULL, 0, BG_OPT_PATH, F(chat_template), NULL, ANY, NULL, TEXT, true,
      "Text", "FILE", "Jinja template instead of the model's own"},
-    {"max-line", NULL, 0, BG_OPT_SIZE, F(max_line), NULL, 1024, 1e12, "64MiB", RUN | CHECK, true, NULL,
+    {"max-line", NULL, 0, BG_OPT_SIZE, F(max_line), NULL, 1024, 1e12, "64MiB", RUN | CHECK | RENDER, true, NULL,
      "SIZE", "longest input line; a longer one is an error result"},
     {"text-threads", NULL, 0, BG_OPT_INT, F(text_threads), NULL, 0, 256, "0", RUN | CHECK, true, NULL,
      "N", "threads that parse and tokenise; 0: one for each processor, 8 at most"},

@@ -1,0 +1,73 @@
+#include <string.h>
+
+#include "base/clock.h"
+#include "cli/cli.h"
+#include "job/check.h"
+
+typedef struct report {
+    const bg_job *job;
+    FILE *out;
+} report;
+
+static void bad(void *ctx, const bg_request *r)
+{
+    const report *c = ctx;
+    if (!c->job->json) {
+        bg_check_print(c->out, c->job, r);
+        return;
+    }
+    json_t *o = json_pack("{sI ss* ss ss ss*}", "line", (json_int_t)r->line, "file",
+                          c->job->inputs.n > 1 ? c->job->inputs.v[r->file] : NULL, "code",
+                          r->error_code, "message", r->error_message, "param", r->error_param);
+    if (o) json_dumpf(o, c->out, JSON_COMPACT);
+    fputc('\n', c->out);
+    json_decref(o);
+}
+
+static void print_counts(const bg_job *job, const bg_text_model *m, const bg_check_counts *n)
+{
+    char size[32];
+    if (job->json) {
+        json_t *o = json_pack("{sI sI sI sI sI sI sI}", "records", (json_int_t)n->records, "bad",
+                              (json_int_t)n->bad, "choices", (json_int_t)n->choices, "bytes",
+                              (json_int_t)n->bytes, "prompt_tokens", (json_int_t)n->prompt_tokens,
+                              "longest_prompt", (json_int_t)n->longest_prompt, "max_answer_tokens",
+                              (json_int_t)n->answer_tokens);
+        if (o) json_dumpf(o, stdout, JSON_COMPACT);
+        putchar('\n');
+        json_decref(o);
+        return;
+    }
+    bg_format_bytes(n->bytes, size, sizeof size);
+    printf("%lld records in %s, %lld bad\n", (long long)n->records, size, (long long)n->bad);
+    if (!m) {
+        puts("give -m MODEL to count tokens and find prompts that are too long");
+        return;
+    }
+    double good = (double)(n->records - n->bad);
+    printf("%lld prompt tokens, %.0f a record, longest %lld; up to %lld answer tokens in %lld choices\n",
+           (long long)n->prompt_tokens, good > 0 ? (double)n->prompt_tokens / good : 0,
+           (long long)n->longest_prompt, (long long)n->answer_tokens, (long long)n->choices);
+    printf("a result takes about 4 bytes of text a token: up to about ");
+    bg_format_bytes((uint64_t)n->answer_tokens * 4, size, sizeof size);
+    printf("%s before compression; batchgen bench measures the rates to divide by\n", size);
+}
+
+int bg_cmd_check(const bg_job *job)
+{
+    bg_error err = {0};
+    bg_text_model model;
+    bg_check_counts n = {0};
+    if (!job->inputs.n) {
+        bg_fail(&err, BG_ARG, "no input: name a JSONL file, or - for standard input");
+        return bg_report(&err);
+    }
+    bool with_model = job->model != NULL;
+    if (with_model && bg_text_model_open(&model, job, &err)) return bg_report(&err);
+    report c = {job, stdout};
+    bg_status st = bg_check_input(job, with_model ? &model : NULL, &n, bad, &c, &err);
+    if (!st && !job->quiet) print_counts(job, with_model ? &model : NULL, &n);
+    if (with_model) bg_text_model_close(&model);
+    if (st) return bg_report(&err);
+    return n.bad ? BG_EXIT_DATA : BG_EXIT_OK;
+}

@@ -1,0 +1,192 @@
+/* tests/unit/model/rewrite.h - a GGUF file again with some things changed. */
+#ifndef TESTS_MODEL_REWRITE_H
+#define TESTS_MODEL_REWRITE_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/rng.h"
+#include "gguf/gguf.h"
+
+typedef struct edit {
+    const char *key; /* NULL ends a list */
+    enum { DROP, AS_U32, AS_F32, AS_BOOL, AS_STR, AS_U32S } kind;
+    double number;
+    const char *str;
+    const uint32_t *list; /* AS_U32S: number of them in `number` */
+} edit;
+
+#define DEL(key)                 \
+    {                            \
+        key, DROP, 0, NULL, NULL \
+    }
+#define INT(key, v)                \
+    {                              \
+        key, AS_U32, v, NULL, NULL \
+    }
+#define NUM(key, v)                \
+    {                              \
+        key, AS_F32, v, NULL, NULL \
+    }
+#define FLAG(key, v)                \
+    {                               \
+        key, AS_BOOL, v, NULL, NULL \
+    }
+#define TEXT(key, s)            \
+    {                           \
+        key, AS_STR, 0, s, NULL \
+    }
+#define LIST(key, n, v)          \
+    {                            \
+        key, AS_U32S, n, NULL, v \
+    }
+#define EDITS_END                 \
+    {                             \
+        NULL, DROP, 0, NULL, NULL \
+    }
+
+typedef struct rewrite {
+    const edit *edits;
+    uint64_t shuffle;        /* 0: tensors keep their order */
+    const char *drop_tensor; /* NULL: none */
+    const char *rename, *to; /* of one tensor */
+    bool fuse_qkv;           /* q, k, v become attn_qkv (all of one type) */
+    const bg_gguf *g;
+    const bg_tensor **order; /* for fused: the q tensor stands for all three */
+} rewrite;
+
+static void put_kv(bg_gguf_writer *w, const bg_kv *kv)
+{
+    char key[256];
+    int64_t i = 0;
+    double f = 0;
+    bool b = false;
+    bg_str s = {0};
+    snprintf(key, sizeof key, "%.*s", (int)kv->key.n, kv->key.p);
+    switch (kv->type) {
+    case BG_KV_ARR:
+        bg_gguf_put_array(w, key, kv->elem_type,
+                          kv->elem_type == BG_KV_STR ? (const void *)kv->strs : kv->raw, kv->n);
+        break;
+    case BG_KV_STR:
+        bg_kv_str(kv, 0, &s);
+        bg_gguf_put_str(w, key, s.p, s.n);
+        break;
+    case BG_KV_BOOL:
+        bg_kv_bool(kv, 0, &b);
+        bg_gguf_put_bool(w, key, b);
+        break;
+    case BG_KV_F32:
+    case BG_KV_F64:
+        bg_kv_float(kv, 0, &f);
+        bg_gguf_put_f32(w, key, (float)f);
+        break;
+    default:
+        bg_kv_int(kv, 0, &i);
+        bg_gguf_put_u32(w, key, (uint32_t)i);
+        break;
+    }
+}
+
+static void put_edit(bg_gguf_writer *w, const edit *e)
+{
+    switch (e->kind) {
+    case DROP:
+        break;
+    case AS_U32:
+        bg_gguf_put_u32(w, e->key, (uint32_t)e->number);
+        break;
+    case AS_F32:
+        bg_gguf_put_f32(w, e->key, (float)e->number);
+        break;
+    case AS_BOOL:
+        bg_gguf_put_bool(w, e->key, e->number != 0);
+        break;
+    case AS_STR:
+        bg_gguf_put_str(w, e->key, e->str, strlen(e->str));
+        break;
+    case AS_U32S:
+        bg_gguf_put_array(w, e->key, BG_KV_U32, e->list, (uint64_t)e->number);
+        break;
+    }
+}
+
+static const bg_tensor *sibling(const bg_gguf *g, const bg_tensor *q, char letter)
+{
+    char name[128];
+    snprintf(name, sizeof name, "%s", q->cname);
+    strstr(name, "attn_q.")[5] = letter;
+    return bg_gguf_find_tensor(g, name);
+}
+
+static bg_status produce(void *ctx, int64_t i, size_t bytes, bg_gguf_emit *emit, void *sink,
+                         bg_error *err)
+{
+    const rewrite *r = ctx;
+    const bg_tensor *t = r->order[i];
+    (void)bytes;
+    bg_status st = emit(sink, t->data, t->bytes, err);
+    if (r->fuse_qkv && strstr(t->cname, "attn_q."))
+        for (int k = 0; !st && k < 2; k++) {
+            const bg_tensor *s = sibling(r->g, t, "kv"[k]);
+            st = emit(sink, s->data, s->bytes, err);
+        }
+    return st;
+}
+
+/* Writes g, changed, into a new temporary file; path has room for 64 bytes. */
+static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error *err)
+{
+    int64_t n = 0;
+    bg_gguf_writer *w = bg_gguf_writer_new(0);
+    r->g = g;
+    r->order = calloc((size_t)bg_gguf_n_tensors(g), sizeof *r->order);
+    snprintf(path, 64, "%s/batchgen-test-XXXXXX", P_tmpdir);
+    const int fd = mkstemp(path);
+    if (fd >= 0) close(fd);
+    for (int64_t i = 0; i < bg_gguf_n_kv(g); i++) {
+        const bg_kv *kv = bg_gguf_kv(g, i);
+        bool edited = strncmp(kv->key.p, "split.", 6) == 0;
+        for (const edit *e = r->edits; e && e->key; e++)
+            edited = edited ||
+                     (strlen(e->key) == kv->key.n && memcmp(e->key, kv->key.p, kv->key.n) == 0);
+        if (!edited) put_kv(w, kv);
+    }
+    for (const edit *e = r->edits; e && e->key; e++)
+        put_edit(w, e);
+    for (int64_t i = 0; i < bg_gguf_n_tensors(g); i++) {
+        const bg_tensor *t = bg_gguf_tensor(g, i);
+        if (r->drop_tensor && strcmp(t->cname, r->drop_tensor) == 0) continue;
+        if (r->fuse_qkv && (strstr(t->cname, "attn_k.") || strstr(t->cname, "attn_v."))) continue;
+        r->order[n++] = t;
+    }
+    for (int64_t i = n - 1; r->shuffle && i > 0; i--) {
+        const int64_t j = (int64_t)(bg_mix64(r->shuffle + (uint64_t)i) % (uint64_t)(i + 1));
+        const bg_tensor *t = r->order[i];
+        r->order[i] = r->order[j];
+        r->order[j] = t;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const bg_tensor *t = r->order[i];
+        int64_t ne[4] = {t->ne[0], t->ne[1], t->ne[2], t->ne[3]};
+        char name[128];
+        snprintf(name, sizeof name, "%s", t->cname);
+        if (r->rename && strcmp(name, r->rename) == 0) snprintf(name, sizeof name, "%s", r->to);
+        char *q = r->fuse_qkv ? strstr(name, "attn_q.") : NULL;
+        if (q) {
+            const int dim = t->n_dims - 1; /* rows of a matrix, values of a bias */
+            ne[dim] += sibling(g, t, 'k')->ne[dim] + sibling(g, t, 'v')->ne[dim];
+            memmove(q + 8, q + 6, strlen(q + 6) + 1);
+            memcpy(q + 5, "qkv", 3);
+        }
+        bg_gguf_put_tensor(w, name, t->type, t->n_dims, ne);
+    }
+    const bg_status st = bg_gguf_write(w, path, produce, r, err);
+    bg_gguf_writer_free(w);
+    free(r->order);
+    return st;
+}
+
+#endif

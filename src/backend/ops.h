@@ -235,9 +235,12 @@ typedef struct bg_ops {
     bg_status (*fetch)(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
     bg_status (*fetch_logits)(bg_backend *b, float *out, bg_error *err);
 
-    void (*poison)(bg_backend *b, bg_act *a, int64_t rows);
-    bool (*all_finite)(bg_backend *b, const bg_act *a, int64_t rows, int64_t *row, int64_t *col);
+    void (*poison)(bg_backend *b, bg_act *a, int64_t rows); /* NaN in all columns */
+    /* Over the first cols columns of the first rows; false: the first place that is not finite. */
+    bool (*all_finite)(bg_backend *b, const bg_act *a, int64_t rows, int64_t cols, int64_t *row,
+                       int64_t *col);
     void (*sync)(bg_backend *b);
+    int64_t (*linear_rows)(const bg_linear *l); /* N: columns that the op linear writes */
 
     uint64_t (*memory)(const bg_backend *b); /* bytes held on the device */
 } bg_ops;

@@ -1,0 +1,697 @@
+/* The CPU backend: objects, slots, the step, and the ops that are one call each. */
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "backend/cpu/cpu.h"
+#include "comm/comm.h"
+#include "gguf/gguf.h"
+
+/* ---- memory
+ * ---------------------------------------------------------------------------------------- */
+
+/* Zeroed memory that costs nothing until it is touched, 64-byte aligned (a page, in fact). */
+static bg_status map(bg_cpu *c, void **p, size_t bytes, const char *what, bg_error *err)
+{
+    *p = NULL;
+    if (bytes == 0) bytes = 1;
+    if (c->n_maps == c->maps_cap) {
+        const size_t cap = c->maps_cap ? 2 * c->maps_cap : 64;
+        bg_map *maps = realloc(c->maps, cap * sizeof *maps);
+        if (!maps) return bg_fail(err, BG_NOMEM, "%s: out of memory", what);
+        c->maps = maps;
+        c->maps_cap = cap;
+    }
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return bg_fail(err, BG_NOMEM, "%s: cannot reserve %zu bytes: %s", what, bytes,
+                       strerror(errno));
+    c->maps[c->n_maps++] = (bg_map){at, bytes};
+    *p = at;
+    return BG_OK;
+}
+
+static bg_status map_array(bg_cpu *c, void *p, size_t n, size_t size, const char *what,
+                           bg_error *err)
+{
+    void *at;
+    if (n > SIZE_MAX / 2 / size)
+        return bg_fail(err, BG_NOMEM, "%s: %zu values are too many", what, n);
+    bg_status st = map(c, &at, n * size, what, err);
+    if (!st) memcpy(p, &at, sizeof at); /* into a pointer of any type */
+    return st;
+}
+
+static void unmap_last(bg_cpu *c)
+{
+    const bg_map *m = &c->maps[--c->n_maps];
+    munmap(m->at, m->bytes);
+}
+
+static void cpu_free(bg_backend *b)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    for (size_t i = 0; i < c->n_linears; i++)
+        bg_cpu_linear_free(c->linears[i]);
+    free(c->linears);
+    for (size_t i = 0; i < c->n_embeddings; i++)
+        free(c->embeddings[i]);
+    free(c->embeddings);
+    free(c->linear_scratch);
+    for (int i = 0; c->slots && i < c->config.max_seqs; i++) {
+        free(c->slots[i].bias);
+        free(c->slots[i].stop_ids);
+    }
+    while (c->n_maps > 0)
+        unmap_last(c);
+    free(c->maps);
+    bg_pool_free(c->pool);
+    free(c);
+}
+
+static uint64_t cpu_memory(const bg_backend *b)
+{
+    return ((const bg_cpu *)b)->bytes;
+}
+
+/* ---- objects
+ * --------------------------------------------------------------------------------------- */
+
+static bg_status cpu_act_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
+                             int64_t cols, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    *a = (bg_act){0};
+    if (max_rows < 0 || cols < 0 || (cols > 0 && max_rows > INT64_MAX / 16 / cols))
+        return bg_fail(err, BG_INTERNAL, "%s: [%lld, %lld] is no shape", name, (long long)max_rows,
+                       (long long)cols);
+    void *data = NULL;
+    bg_status st = map_array(c, &data, (size_t)(max_rows * cols), sizeof(float), name, err);
+    if (st) return st;
+    c->bytes += (uint64_t)(max_rows * cols) * sizeof(float);
+    *a = (bg_act){data, max_rows, cols, name};
+    return BG_OK;
+}
+
+static bg_status cpu_vec_new(bg_backend *b, bg_vec *v, const char *name, const float *host,
+                             int64_t n, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    *v = (bg_vec){0};
+    if (n < 0) return bg_fail(err, BG_INTERNAL, "%s: %lld values", name, (long long)n);
+    float *data = NULL;
+    bg_status st = map_array(c, &data, (size_t)n, sizeof *data, name, err);
+    if (st) return st;
+    if (n > 0) memcpy(data, host, (size_t)n * sizeof *data);
+    c->bytes += (uint64_t)n * sizeof *data;
+    *v = (bg_vec){data, n, name};
+    return BG_OK;
+}
+
+/* Room for one more pointer in a list. */
+static bg_status grow(void *list, size_t n, size_t *cap, bg_error *err)
+{
+    void **old;
+    memcpy(&old, list, sizeof old);
+    if (n < *cap) return BG_OK;
+    const size_t more = *cap ? 2 * *cap : 64;
+    void **p = realloc(old, more * sizeof *p);
+    if (!p) return bg_fail(err, BG_NOMEM, "out of memory for %zu weights", more);
+    memcpy(list, &p, sizeof p);
+    *cap = more;
+    return BG_OK;
+}
+
+static bg_status cpu_linear_new(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
+                                bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    *l = NULL;
+    bg_status st = grow(&c->linears, c->n_linears, &c->linears_cap, err);
+    bg_linear *made = NULL;
+    if (!st) st = bg_cpu_linear_new(&made, spec, c->config.compute, c->isa, c->pool, err);
+    if (st) return st;
+    c->linears[c->n_linears++] = made; /* freed with the backend from here on */
+    const int max_rows =
+        c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
+    const size_t scratch = bg_cpu_linear_scratch(made, max_rows);
+    if (scratch > c->linear_scratch_bytes) {
+        const size_t bytes = (scratch + 63) / 64 * 64;
+        void *p = aligned_alloc(64, bytes);
+        if (!p)
+            return bg_fail(err, BG_NOMEM, "%s: out of memory for %zu bytes of scratch", spec->name,
+                           bytes);
+        free(c->linear_scratch);
+        c->linear_scratch = p;
+        c->bytes += bytes - c->linear_scratch_bytes;
+        c->linear_scratch_bytes = bytes;
+    }
+    c->bytes += bg_cpu_linear_bytes(made);
+    *l = made;
+    return BG_OK;
+}
+
+static bg_status cpu_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor *t,
+                                   bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    *e = NULL;
+    const bg_qtype_info *info = bg_qtype_get(t->type);
+    if (!info->dequant || t->ne[0] % info->block_values != 0)
+        return bg_fail(err, BG_ARG, "%s: type %s with rows of %lld values cannot be looked up",
+                       t->cname, info->name ? info->name : "unknown", (long long)t->ne[0]);
+    if (t->ne[1] < c->config.vocab_size)
+        return bg_fail(err, BG_ARG, "%s: %lld rows for a vocabulary of %d", t->cname,
+                       (long long)t->ne[1], c->config.vocab_size);
+    bg_status st = grow(&c->embeddings, c->n_embeddings, &c->embeddings_cap, err);
+    if (st) return st;
+    bg_embedding *made = malloc(sizeof *made);
+    if (!made) return bg_fail(err, BG_NOMEM, "%s: out of memory", t->cname);
+    *made =
+        (bg_embedding){t->data, t->type, t->ne[1], t->ne[0], bg_qtype_row_bytes(t->type, t->ne[0])};
+    c->embeddings[c->n_embeddings++] = made;
+    *e = made;
+    return BG_OK;
+}
+
+static int round_up(int n)
+{
+    return (n + BG_LANES - 1) / BG_LANES * BG_LANES;
+}
+
+static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    if (c->has_cache) return bg_fail(err, BG_INTERNAL, "a backend has one KV cache");
+    if (spec->n_layers < 0 || spec->n_blocks < 1 || spec->block_tokens < 1 ||
+        spec->n_kv_heads < 0 || spec->k_dim < 1 || spec->v_dim < 1 || spec->type > BG_CACHE_F32)
+        return bg_fail(err, BG_INTERNAL,
+                       "KV cache: %d layers, %d blocks of %d, %d heads of %d and %d",
+                       spec->n_layers, spec->n_blocks, spec->block_tokens, spec->n_kv_heads,
+                       spec->k_dim, spec->v_dim);
+    bg_cache *cache = &c->cache;
+    const size_t elem = spec->type == BG_CACHE_F32 ? 4 : 2;
+    const size_t n_threads = (size_t)c->config.n_threads;
+    cache->spec = *spec;
+    cache->lanes = round_up(spec->block_tokens);
+    cache->v_stride = round_up(spec->v_dim);
+    cache->k_head_bytes = (size_t)spec->k_dim * (size_t)cache->lanes * elem;
+    cache->v_head_bytes = (size_t)spec->block_tokens * (size_t)cache->v_stride * elem;
+    const size_t heads = (size_t)spec->n_layers * (size_t)spec->n_blocks * (size_t)spec->n_kv_heads;
+    const size_t max_blocks =
+        ((size_t)c->config.max_ctx + (size_t)spec->block_tokens - 1) / (size_t)spec->block_tokens;
+    c->blocks_cap = (size_t)c->config.max_seqs * max_blocks;
+    c->attend_floats = (bg_attend_scratch(spec->block_tokens, spec->k_dim, spec->v_dim) + 1023) &
+                       ~(size_t)1023; /* threads' parts begin on pages of their own */
+    c->head_floats = ((size_t)spec->k_dim + 1023) & ~(size_t)1023;
+
+    bg_status st = map_array(c, &cache->k, heads, cache->k_head_bytes, "KV cache", err);
+    if (!st) st = map_array(c, &cache->v, heads, cache->v_head_bytes, "KV cache", err);
+    if (!st) st = map_array(c, &c->blocks, c->blocks_cap, sizeof *c->blocks, "block tables", err);
+    if (!st)
+        st = map_array(c, &c->attend_scratch, n_threads * c->attend_floats, sizeof(float),
+                       "attention scratch", err);
+    if (!st)
+        st = map_array(c, &c->head_scratch, n_threads * c->head_floats, sizeof(float),
+                       "attention scratch", err);
+    const size_t table = (size_t)c->config.max_tokens * (size_t)(spec->k_dim / 2 + 1);
+    for (int i = 0; !st && i < BG_ROPE_TABLES; i++) {
+        st = map_array(c, &c->rope[i].cosine, table, sizeof(float), "rope table", err);
+        if (!st) st = map_array(c, &c->rope[i].sine, table, sizeof(float), "rope table", err);
+    }
+    if (st) return st;
+    c->bytes += heads * (cache->k_head_bytes + cache->v_head_bytes) +
+                n_threads * (c->attend_floats + c->head_floats) * sizeof(float);
+    c->has_cache = true;
+    return BG_OK;
+}
+
+/* ---- slots
+ * ----------------------------------------------------------------------------------------- */
+
+static bg_status cpu_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
+                               int n_tokens, int n_generated, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    const int vocab = c->config.vocab_size;
+    if (slot < 0 || slot >= c->config.max_seqs)
+        return bg_fail(err, BG_INTERNAL, "slot %d of %d", slot, c->config.max_seqs);
+    if (n_tokens < 1 || n_tokens > c->config.max_ctx + 1 || n_generated < 0 ||
+        n_generated > n_tokens)
+        return bg_fail(err, BG_INTERNAL, "slot %d: %d tokens, %d of them generated, %d positions",
+                       slot, n_tokens, n_generated, c->config.max_ctx);
+    for (int i = 0; i < n_tokens; i++)
+        if (tokens[i] < 0 || tokens[i] >= vocab)
+            return bg_fail(err, BG_INTERNAL, "slot %d: token %d at %d, the vocabulary has %d", slot,
+                           tokens[i], i, vocab);
+    for (int i = 0; i < s->n_bias; i++)
+        if (s->bias[i].token < 0 || s->bias[i].token >= vocab)
+            return bg_fail(err, BG_INTERNAL, "slot %d: bias for token %d, the vocabulary has %d",
+                           slot, s->bias[i].token, vocab);
+    for (int i = 0; i < s->n_stop_ids; i++)
+        if (s->stop_ids[i] < 0 || s->stop_ids[i] >= vocab)
+            return bg_fail(err, BG_INTERNAL, "slot %d: stop token %d, the vocabulary has %d", slot,
+                           s->stop_ids[i], vocab);
+    if (!(s->temperature >= 0) || !(s->repetition_penalty > 0) || !(s->top_p >= 0) ||
+        s->n_logprobs > BG_MAX_TOP_LOGPROBS)
+        return bg_fail(err, BG_INTERNAL,
+                       "slot %d: temperature %g, repetition penalty %g, top_p %g, %d logprobs",
+                       slot, (double)s->temperature, (double)s->repetition_penalty,
+                       (double)s->top_p, s->n_logprobs);
+
+    bg_slot *to = &c->slots[slot];
+    const size_t n_bias = s->n_bias > 0 ? (size_t)s->n_bias : 0;
+    const size_t n_stop = s->n_stop_ids > 0 ? (size_t)s->n_stop_ids : 0;
+    bg_logit_bias *bias = n_bias ? malloc(n_bias * sizeof *bias) : NULL;
+    int32_t *stop_ids = n_stop ? malloc(n_stop * sizeof *stop_ids) : NULL;
+    if ((n_bias && !bias) || (n_stop && !stop_ids)) {
+        free(bias);
+        free(stop_ids);
+        return bg_fail(err, BG_NOMEM, "slot %d: out of memory for %zu biases", slot, n_bias);
+    }
+    if (n_bias) memcpy(bias, s->bias, n_bias * sizeof *bias);
+    if (n_stop) memcpy(stop_ids, s->stop_ids, n_stop * sizeof *stop_ids);
+    free(to->bias);
+    free(to->stop_ids);
+    to->bias = bias;
+    to->stop_ids = stop_ids;
+    to->sampling = *s;
+    to->sampling.bias = bias;
+    to->sampling.stop_ids = stop_ids;
+    memcpy(to->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
+    to->n_tokens = n_tokens;
+    to->n_generated = n_generated;
+    to->seated = true;
+    return BG_OK;
+}
+
+/* ---- the step
+ * -------------------------------------------------------------------------------------- */
+
+static bg_status check_seq(const bg_cpu *c, const bg_seq_step *q, bool all_logits, bg_error *err)
+{
+    if (q->slot < 0 || q->slot >= c->config.max_seqs || !c->slots[q->slot].seated)
+        return bg_fail(err, BG_INTERNAL, "step: slot %d is none of the %d seats, or empty", q->slot,
+                       c->config.max_seqs);
+    const bg_slot *slot = &c->slots[q->slot];
+    if (slot->step == c->step) return bg_fail(err, BG_INTERNAL, "step: slot %d twice", q->slot);
+    if (q->pos0 < 0 || q->n_tokens < 1 || q->pos0 > c->config.max_ctx - q->n_tokens)
+        return bg_fail(err, BG_INTERNAL, "step: slot %d: %d positions from %d, the limit is %d",
+                       q->slot, q->n_tokens, q->pos0, c->config.max_ctx);
+    const int end = q->pos0 + q->n_tokens;
+    if (end > slot->n_tokens)
+        return bg_fail(err, BG_INTERNAL, "step: slot %d: positions %d..%d, the history has %d",
+                       q->slot, q->pos0, end - 1, slot->n_tokens);
+    if (q->sample && !all_logits && end != slot->n_tokens)
+        return bg_fail(err, BG_INTERNAL,
+                       "step: slot %d samples after position %d, its history has %d tokens",
+                       q->slot, end - 1, slot->n_tokens);
+    if (!c->has_cache) return BG_OK;
+    const int bt = c->cache.spec.block_tokens, needed = (end + bt - 1) / bt;
+    if (q->n_blocks < needed)
+        return bg_fail(err, BG_INTERNAL, "step: slot %d: %d blocks of %d for %d positions", q->slot,
+                       q->n_blocks, bt, end);
+    for (int i = 0; i < needed; i++)
+        if (q->blocks[i] < 0 || q->blocks[i] >= c->cache.spec.n_blocks)
+            return bg_fail(err, BG_INTERNAL, "step: slot %d: block %d of %d", q->slot, q->blocks[i],
+                           c->cache.spec.n_blocks);
+    return BG_OK;
+}
+
+static bg_status cpu_begin_step(bg_backend *b, const bg_batch *batch, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    c->n_seqs = c->n_rows = c->n_out = c->n_rope = 0;
+    c->sampled = c->has_logits = false;
+    c->all_logits = batch->all_logits;
+    c->step++;
+    if (batch->n_seqs < 0 || batch->n_seqs > c->config.max_seqs)
+        return bg_fail(err, BG_INTERNAL, "step: %d sequences, at most %d", batch->n_seqs,
+                       c->config.max_seqs);
+    int n_rows = 0, n_out = 0;
+    size_t n_blocks = 0;
+    for (int s = 0; s < batch->n_seqs; s++) {
+        const bg_seq_step *q = &batch->seqs[s];
+        bg_status st = check_seq(c, q, batch->all_logits, err);
+        if (st) return st;
+        c->slots[q->slot].step = c->step;
+        const int first_out = batch->all_logits ? 0 : q->n_tokens - (q->sample ? 1 : 0);
+        if (q->n_tokens > c->config.max_tokens - n_rows)
+            return bg_fail(err, BG_INTERNAL, "step: more than %d tokens", c->config.max_tokens);
+        if (q->n_tokens - first_out > c->config.max_out - n_out)
+            return bg_fail(err, BG_INTERNAL, "step: more than %d rows of logits",
+                           c->config.max_out);
+        bg_step_seq *seq = &c->seqs[s];
+        *seq = (bg_step_seq){q->slot, q->pos0, q->n_tokens, n_rows, NULL, q->sample};
+        if (c->has_cache) {
+            const int bt = c->cache.spec.block_tokens;
+            const size_t n = (size_t)((q->pos0 + q->n_tokens + bt - 1) / bt);
+            memcpy(c->blocks + n_blocks, q->blocks, n * sizeof *c->blocks);
+            seq->blocks = c->blocks + n_blocks;
+            n_blocks += n;
+        }
+        for (int i = 0; i < q->n_tokens; i++, n_rows++) {
+            c->row_seq[n_rows] = s;
+            c->row_pos[n_rows] = q->pos0 + i;
+            if (i < first_out) continue;
+            c->out_row[n_out] = n_rows;
+            c->out_seq[n_out++] = s;
+        }
+    }
+    c->n_seqs = batch->n_seqs;
+    c->n_rows = n_rows;
+    c->n_out = n_out;
+    return BG_OK;
+}
+
+static int cpu_n_rows(const bg_backend *b)
+{
+    return ((const bg_cpu *)b)->n_rows;
+}
+
+static int cpu_n_out(const bg_backend *b)
+{
+    return ((const bg_cpu *)b)->n_out;
+}
+
+/* ---- ops
+ * ------------------------------------------------------------------------------------------- */
+
+static int64_t cpu_linear_rows(const bg_linear *l)
+{
+    return bg_cpu_linear_rows(l);
+}
+
+static bg_status cpu_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
+                            int n_rows, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    const int64_t rows = bg_cpu_linear_rows(l), cols = bg_cpu_linear_cols(l);
+    const int most =
+        c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
+    if (n_rows < 0 || n_rows > most || n_rows > out->max_rows || n_rows > x->max_rows ||
+        out->cols < rows || x->cols < cols)
+        return bg_fail(err, BG_INTERNAL,
+                       "op linear: [%lld, %lld] on %d rows; %s is [%lld, %lld], %s [%lld, %lld]",
+                       (long long)rows, (long long)cols, n_rows, out->name,
+                       (long long)out->max_rows, (long long)out->cols, x->name,
+                       (long long)x->max_rows, (long long)x->cols);
+    if (n_rows > 0 && rows > 0)
+        bg_cpu_linear_run(l, out->data, out->cols, x->data, x->cols, n_rows, c->linear_scratch,
+                          c->pool);
+    return BG_OK;
+}
+
+static bg_status cpu_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    if (!c->config.comm || bg_comm_size(c->config.comm) == 1) return BG_OK;
+    if (c->n_rows > x->max_rows)
+        return bg_fail(err, BG_INTERNAL, "op all_reduce: %s has %lld rows, the step %d", x->name,
+                       (long long)x->max_rows, c->n_rows);
+    return bg_comm_all_reduce(c->config.comm, x->data, (size_t)c->n_rows * (size_t)x->cols, err);
+}
+
+/* Every rank has written its rows of the vocabulary in place; fetches those of the others. */
+static bg_status gather_logits(bg_cpu *c, const int64_t *rank_rows, bg_error *err)
+{
+    const int n_ranks = bg_comm_size(c->config.comm), rank = bg_comm_rank(c->config.comm);
+    const int64_t vocab = c->config.vocab_size;
+    int64_t pad = 0, own0 = 0;
+    for (int r = 0; r < n_ranks; r++) {
+        pad = rank_rows[r] > pad ? rank_rows[r] : pad;
+        own0 += r < rank ? rank_rows[r] : 0;
+    }
+    for (int from = 0; from < c->n_out; from += BG_GATHER_ROWS) {
+        const int n = c->n_out - from < BG_GATHER_ROWS ? c->n_out - from : BG_GATHER_ROWS;
+        for (int i = 0; i < n; i++)
+            memcpy(c->pack + i * pad, c->logits + (from + i) * vocab + own0,
+                   (size_t)rank_rows[rank] * sizeof(float));
+        bg_status st =
+            bg_comm_all_gather(c->config.comm, c->pack, (size_t)(n * pad), c->gathered, err);
+        if (st) return st;
+        int64_t at = 0;
+        for (int r = 0; r < n_ranks; at += rank_rows[r++])
+            for (int i = 0; r != rank && i < n; i++)
+                memcpy(c->logits + (from + i) * vocab + at, c->gathered + (r * n + i) * pad,
+                       (size_t)rank_rows[r] * sizeof(float));
+    }
+    return BG_OK;
+}
+
+typedef struct softcap_job {
+    bg_cpu *c;
+    float cap;
+} softcap_job;
+
+static void softcap_rows(void *ctx, int thread, int n_threads)
+{
+    const softcap_job *job = ctx;
+    const int64_t vocab = job->c->config.vocab_size, pieces = (vocab + 4095) / 4096;
+    const int64_t n = job->c->n_out * pieces;
+    for (int64_t i = n * thread / n_threads; i < n * (thread + 1) / n_threads; i++) {
+        const int64_t row = i / pieces, col = i % pieces * 4096;
+        job->c->kernels->softcap(job->c->logits + row * vocab + col,
+                                 vocab - col < 4096 ? vocab - col : 4096, job->cap);
+    }
+}
+
+static bg_status cpu_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
+                            const int64_t *rank_rows, float softcap, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    const int64_t vocab = c->config.vocab_size, rows = bg_cpu_linear_rows(head);
+    const int n_ranks = c->config.comm ? bg_comm_size(c->config.comm) : 1;
+    const int rank = c->config.comm ? bg_comm_rank(c->config.comm) : 0;
+    int64_t first = 0, total = 0;
+    for (int r = 0; rank_rows && r < n_ranks; r++) {
+        first += r < rank ? rank_rows[r] : 0;
+        total += rank_rows[r];
+    }
+    if (rank_rows ? rows != rank_rows[rank] || total != vocab : rows != vocab)
+        return bg_fail(err, BG_INTERNAL,
+                       "op logits: rank %d of %d has %lld rows of %lld in all, the "
+                       "vocabulary is %lld",
+                       rank, n_ranks, (long long)rows, (long long)(rank_rows ? total : rows),
+                       (long long)vocab);
+    if (c->n_out > x->max_rows || x->cols < bg_cpu_linear_cols(head))
+        return bg_fail(err, BG_INTERNAL, "op logits: %s is [%lld, %lld], [%d, %lld] are needed",
+                       x->name, (long long)x->max_rows, (long long)x->cols, c->n_out,
+                       (long long)bg_cpu_linear_cols(head));
+    c->has_logits = true;
+    if (c->n_out == 0) return BG_OK;
+    bg_act all = {c->logits, c->n_out, vocab, "logits"};
+    if (b->check) b->ops->poison(b, &all, c->n_out);
+    if (rows > 0)
+        bg_cpu_linear_run(head, c->logits + first, vocab, x->data, x->cols, c->n_out,
+                          c->linear_scratch, c->pool);
+    bg_status st = rank_rows && n_ranks > 1 ? gather_logits(c, rank_rows, err) : BG_OK;
+    if (st) return st;
+    if (softcap > 0) {
+        softcap_job job = {c, softcap};
+        bg_pool_run(c->pool, softcap_rows, &job);
+    }
+    int64_t row = 0, col = 0;
+    if (b->check && !b->ops->all_finite(b, &all, c->n_out, vocab, &row, &col))
+        return bg_fail(err, BG_INTERNAL, "op logits: logits[%lld, %lld] is not finite after it",
+                       (long long)row, (long long)col);
+    return BG_OK;
+}
+
+static void sample_rows(void *ctx, int thread, int n_threads)
+{
+    bg_cpu *c = ctx;
+    (void)n_threads;
+    const int vocab = c->config.vocab_size;
+    for (int i; (i = bg_pool_next(c->pool)) < c->n_out;) {
+        const int slot = c->seqs[c->out_seq[i]].slot;
+        c->results[i].slot = slot;
+        bg_sample_row(&c->samplers[thread], c->kernels, c->logits + (size_t)i * (size_t)vocab,
+                      vocab, &c->slots[slot], &c->results[i]);
+    }
+}
+
+static bg_status cpu_sample(bg_backend *b, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    if (!c->has_logits || c->all_logits || c->sampled)
+        return bg_fail(err, BG_INTERNAL, "op sample: %s",
+                       c->sampled      ? "twice in a step"
+                       : c->all_logits ? "all rows yield logits in this step"
+                                       : "before the step's logits");
+    if (c->n_out > 0) bg_pool_run(c->pool, sample_rows, c);
+    for (int i = 0; i < c->n_out; i++) {
+        bg_slot *slot = &c->slots[c->results[i].slot];
+        slot->tokens[slot->n_tokens++] = c->results[i].token;
+        slot->n_generated++;
+    }
+    c->sampled = true;
+    return BG_OK;
+}
+
+static bg_status cpu_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    *n = 0;
+    if (!c->sampled && c->n_out > 0)
+        return bg_fail(err, BG_INTERNAL, "fetch: nothing was sampled in this step");
+    if (c->sampled && c->n_out > 0) memcpy(out, c->results, (size_t)c->n_out * sizeof *out);
+    *n = c->n_out;
+    return BG_OK;
+}
+
+static bg_status cpu_fetch_logits(bg_backend *b, float *out, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    if (!c->has_logits) return bg_fail(err, BG_INTERNAL, "fetch_logits: before the step's logits");
+    memcpy(out, c->logits, (size_t)c->n_out * (size_t)c->config.vocab_size * sizeof *out);
+    return BG_OK;
+}
+
+static void cpu_poison(bg_backend *b, bg_act *a, int64_t rows)
+{
+    (void)b;
+    float *x = a->data;
+    for (int64_t i = 0; i < rows * a->cols; i++)
+        x[i] = NAN;
+}
+
+static bool cpu_all_finite(bg_backend *b, const bg_act *a, int64_t rows, int64_t cols, int64_t *row,
+                           int64_t *col)
+{
+    (void)b;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < cols; i++)
+            if (!isfinite(((const float *)a->data)[r * a->cols + i])) {
+                *row = r;
+                *col = i;
+                return false;
+            }
+    return true;
+}
+
+static void cpu_sync(bg_backend *b)
+{
+    (void)b; /* every op has ended when it returns */
+}
+
+static const bg_ops cpu_ops = {
+    .name = "cpu",
+    .free = cpu_free,
+    .act_new = cpu_act_new,
+    .vec_new = cpu_vec_new,
+    .linear_new = cpu_linear_new,
+    .embedding_new = cpu_embedding_new,
+    .cache_new = cpu_cache_new,
+    .slot_seat = cpu_slot_seat,
+    .begin_step = cpu_begin_step,
+    .n_rows = cpu_n_rows,
+    .n_out = cpu_n_out,
+    .embed = bg_cpu_embed,
+    .rms_norm = bg_cpu_rms_norm,
+    .add = bg_cpu_add,
+    .add_rms_norm = bg_cpu_add_rms_norm,
+    .linear = cpu_linear,
+    .rope_store = bg_cpu_rope_store,
+    .attention = bg_cpu_attention,
+    .glu = bg_cpu_glu,
+    .all_reduce = cpu_all_reduce,
+    .gather_out = bg_cpu_gather_out,
+    .logits = cpu_logits,
+    .sample = cpu_sample,
+    .fetch = cpu_fetch,
+    .fetch_logits = cpu_fetch_logits,
+    .poison = cpu_poison,
+    .all_finite = cpu_all_finite,
+    .sync = cpu_sync,
+    .linear_rows = cpu_linear_rows,
+    .memory = cpu_memory,
+};
+
+/* ---- making one
+ * ------------------------------------------------------------------------------------ */
+
+static bg_status make_step_arrays(bg_cpu *c, bg_error *err)
+{
+    const bg_backend_config *f = &c->config;
+    const size_t max_seqs = (size_t)f->max_seqs, max_tokens = (size_t)f->max_tokens;
+    const size_t max_out = (size_t)f->max_out, vocab = (size_t)f->vocab_size;
+    const size_t history = (size_t)f->max_ctx + 1;
+    bg_status st = map_array(c, &c->seqs, max_seqs, sizeof *c->seqs, "step", err);
+    if (!st) st = map_array(c, &c->row_seq, max_tokens, sizeof *c->row_seq, "step", err);
+    if (!st) st = map_array(c, &c->row_pos, max_tokens, sizeof *c->row_pos, "step", err);
+    if (!st) st = map_array(c, &c->out_row, max_out, sizeof *c->out_row, "step", err);
+    if (!st) st = map_array(c, &c->out_seq, max_out, sizeof *c->out_seq, "step", err);
+    if (!st) st = map_array(c, &c->work0, max_seqs + 1, sizeof *c->work0, "step", err);
+    if (!st) st = map_array(c, &c->results, max_out, sizeof *c->results, "step", err);
+    if (!st) st = map_array(c, &c->slots, max_seqs, sizeof *c->slots, "slots", err);
+    int32_t *tokens = NULL;
+    if (!st) st = map_array(c, &tokens, max_seqs * history, sizeof *tokens, "histories", err);
+    if (!st) st = map_array(c, &c->logits, max_out * vocab, sizeof(float), "logits", err);
+    if (!st && f->comm && bg_comm_size(f->comm) > 1) {
+        const size_t pack = BG_GATHER_ROWS * vocab;
+        st = map_array(c, &c->pack, pack, sizeof(float), "logits", err);
+        if (!st)
+            st = map_array(c, &c->gathered, pack * (size_t)bg_comm_size(f->comm), sizeof(float),
+                           "logits", err);
+    }
+    if (!st)
+        st = map_array(c, &c->samplers, (size_t)f->n_threads, sizeof *c->samplers, "sampler", err);
+    for (int i = 0; !st && i < f->n_threads; i++) {
+        bg_sampler *s = &c->samplers[i];
+        st = map_array(c, &s->logits, vocab, sizeof *s->logits, "sampler", err);
+        if (!st) st = map_array(c, &s->keys, vocab, sizeof *s->keys, "sampler", err);
+        if (!st) st = map_array(c, &s->count, vocab, sizeof *s->count, "sampler", err);
+        if (!st)
+            st = map_array(c, &s->chunk_max, vocab / BG_CHUNK_TOKENS + 1, sizeof *s->chunk_max,
+                           "sampler", err);
+    }
+    if (st) return st;
+    for (size_t i = 0; i < max_seqs; i++)
+        c->slots[i].tokens = tokens + i * history;
+    c->bytes += max_out * vocab * sizeof(float) + max_seqs * history * sizeof *tokens;
+    return BG_OK;
+}
+
+bg_status bg_cpu_backend_new(bg_backend **b, const bg_backend_config *config, bg_error *err)
+{
+    *b = NULL;
+    bg_isa isa = bg_isa_best();
+    if (config->isa) {
+        if (!bg_isa_by_name(config->isa, &isa))
+            return bg_fail(err, BG_ARG, "instruction set '%s': plain, avx2, avx512 or avx512vnni",
+                           config->isa);
+        if (isa > bg_isa_best())
+            return bg_fail(err, BG_ARG, "instruction set %s: this processor has %s at most",
+                           config->isa, bg_isa_name(bg_isa_best()));
+    }
+    if (config->n_threads < 1 || config->max_tokens < 1 || config->max_seqs < 1 ||
+        config->max_out < 1 || config->max_ctx < 1 || config->vocab_size < 1)
+        return bg_fail(
+            err, BG_ARG,
+            "backend: %d threads, %d tokens, %d sequences, %d rows of logits, %d positions, "
+            "a vocabulary of %d: all must be positive",
+            config->n_threads, config->max_tokens, config->max_seqs, config->max_out,
+            config->max_ctx, config->vocab_size);
+    bg_cpu *c = calloc(1, sizeof *c);
+    if (!c) return bg_fail(err, BG_NOMEM, "backend: out of memory");
+    c->base.ops = &cpu_ops;
+    c->base.check = config->check;
+    c->base.profile = config->profile;
+    c->config = *config;
+    c->isa = isa;
+    c->kernels = isa >= BG_ISA_AVX512 ? &bg_kernels_avx512
+                 : isa == BG_ISA_AVX2 ? &bg_kernels_avx2
+                                      : &bg_kernels_plain;
+    bg_status st = bg_pool_new(&c->pool, config->n_threads, config->first_cpu, err);
+    if (!st) st = make_step_arrays(c, err);
+    if (st) {
+        cpu_free(&c->base);
+        return st;
+    }
+    *b = &c->base;
+    return BG_OK;
+}

@@ -1,0 +1,137 @@
+/* backend/cpu/cpu.h - the CPU backend's own types: one rank's state, and what its files share. */
+#ifndef BG_BACKEND_CPU_CPU_H
+#define BG_BACKEND_CPU_CPU_H
+
+#include "backend/cpu/isa.h"
+#include "backend/cpu/kernels.h"
+#include "backend/cpu/linear.h"
+#include "backend/cpu/pool.h"
+#include "backend/ops.h"
+
+struct bg_embedding {
+    const char *data; /* in the file's mapping */
+    uint32_t type;
+    int64_t vocab, cols;
+    size_t row_bytes;
+};
+
+/* A seat of a sequence. tokens[0..n_tokens) are known, the last n_generated of them sampled. */
+typedef struct bg_slot {
+    bool seated;
+    int32_t *tokens; /* max_ctx + 1 places: the last position may still sample */
+    int n_tokens, n_generated;
+    uint64_t step;        /* the last step it took part in */
+    bg_sampling sampling; /* its bias and stop_ids are the copies below */
+    bg_logit_bias *bias;
+    int32_t *stop_ids;
+} bg_slot;
+
+typedef struct bg_cache { /* layout of a block: kernels.h, bg_attend */
+    bg_cache_spec spec;
+    int lanes, v_stride;
+    size_t k_head_bytes, v_head_bytes; /* of one KV head in one block */
+    char *k, *v;
+    size_t k_bytes, v_bytes;
+} bg_cache;
+
+/* cos and sin of this step's rows for one rotation, made when an op first asks for it. */
+typedef struct bg_rope_table {
+    const float *freq; /* NULL: not made in this step */
+    int n_rot;
+    float mscale;
+    float *cosine, *sine; /* [n_rows, n_rot/2] */
+} bg_rope_table;
+
+enum { BG_ROPE_TABLES = 4, BG_GATHER_ROWS = 16 };
+
+typedef struct bg_step_seq {
+    int slot, pos0, n_tokens;
+    int row0; /* its first row in the step */
+    const int32_t *blocks;
+    bool sample;
+} bg_step_seq;
+
+/* Working memory of one thread. */
+typedef struct bg_sampler { /* sample.c */
+    float *logits;          /* [vocab] a row as penalties and biases leave it */
+    float *chunk_max;       /* [vocab / BG_CHUNK_TOKENS] */
+    uint64_t *keys;         /* [vocab] candidates */
+    uint32_t *count;        /* [vocab] zero between rows */
+} bg_sampler;
+
+/* Samples one row of logits by the slot's settings and history. Changes neither. */
+void bg_sample_row(bg_sampler *s, const bg_kernels *kernels, const float *logits, int vocab,
+                   const bg_slot *slot, bg_sampled *out);
+
+typedef struct bg_map {
+    void *at;
+    size_t bytes;
+} bg_map;
+
+typedef struct bg_cpu {
+    bg_backend base;
+    bg_backend_config config;
+    bg_isa isa;
+    const bg_kernels *kernels;
+    bg_pool *pool;
+    uint64_t bytes; /* memory() */
+
+    bg_map *maps; /* all memory but linears and small heap objects */
+    size_t n_maps, maps_cap;
+    bg_linear **linears;
+    size_t n_linears, linears_cap;
+    bg_embedding **embeddings;
+    size_t n_embeddings, embeddings_cap;
+    void *linear_scratch;
+    size_t linear_scratch_bytes;
+
+    bg_slot *slots; /* [max_seqs] */
+    bg_cache cache;
+    bool has_cache;
+    float *attend_scratch; /* n_threads times attend_floats */
+    size_t attend_floats;
+    float *head_scratch; /* n_threads times head_floats: one K head */
+    size_t head_floats;
+    bg_rope_table rope[BG_ROPE_TABLES];
+    int n_rope;
+
+    /* the step */
+    uint64_t step; /* number of begin_step calls */
+    bool all_logits, sampled, has_logits;
+    int n_seqs, n_rows, n_out;
+    bg_step_seq *seqs; /* [max_seqs] */
+    int32_t *blocks;   /* their block tables */
+    size_t blocks_cap;
+    int32_t *row_seq; /* [max_tokens] index in seqs */
+    int32_t *row_pos; /* [max_tokens] */
+    int32_t *out_row; /* [max_out] */
+    int32_t *out_seq; /* [max_out] */
+    int32_t *work0;   /* [max_seqs + 1] attention: first work item of each sequence */
+
+    float *logits;        /* [max_out, vocab] */
+    float *pack;          /* [BG_GATHER_ROWS, vocab] */
+    float *gathered;      /* [n_ranks, BG_GATHER_ROWS, vocab] */
+    bg_sampled *results;  /* [max_out] */
+    bg_sampler *samplers; /* [n_threads] */
+} bg_cpu;
+
+/* Sum of squares to the factor of a norm. */
+float bg_cpu_norm_factor(const bg_cpu *c, const float *x, int64_t n, float eps);
+
+/* misc_ops.c and attend.c: the vtable's functions that are loops over rows. */
+bg_status bg_cpu_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
+                       bg_error *err);
+bg_status bg_cpu_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
+                          int n_rows, bg_error *err);
+bg_status bg_cpu_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
+bg_status bg_cpu_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                              const bg_vec *w, float eps, bg_error *err);
+bg_status bg_cpu_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
+                     bg_error *err);
+bg_status bg_cpu_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
+bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                            bg_error *err);
+bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                           bg_error *err);
+
+#endif

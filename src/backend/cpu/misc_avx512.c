@@ -1,0 +1,3 @@
+#define KERNELS bg_kernels_avx512
+#define ATTEND  bg_cpu_attend_avx512
+#include "backend/cpu/misc_body.h"

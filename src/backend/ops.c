@@ -1,0 +1,169 @@
+/* The ops as models call them: the vtable's function, with poison before and a check after it when
+ * the backend asks for them, and its time. */
+#include "backend/ops.h"
+
+#include "base/clock.h"
+
+typedef enum op_kind {
+    OP_EMBED,
+    OP_RMS_NORM,
+    OP_ADD,
+    OP_ADD_RMS_NORM,
+    OP_LINEAR,
+    OP_ROPE_STORE,
+    OP_ATTENTION,
+    OP_GLU,
+    OP_ALL_REDUCE,
+    OP_GATHER_OUT,
+    OP_LOGITS,
+    OP_SAMPLE,
+    OP_FETCH,
+    OP_FETCH_LOGITS,
+    N_OPS
+} op_kind;
+
+static const char *const op_names[N_OPS] = {
+    "embed", "rms_norm",   "add",        "add_rms_norm", "linear", "rope_store", "attention",
+    "glu",   "all_reduce", "gather_out", "logits",       "sample", "fetch",      "fetch_logits",
+};
+_Static_assert((int)N_OPS <= (int)BG_OP_KINDS, "op_ns has too few places");
+
+const char *bg_op_kind_name(int kind)
+{
+    return kind >= 0 && kind < N_OPS ? op_names[kind] : NULL;
+}
+
+void bg_backend_free(bg_backend *b)
+{
+    if (b) b->ops->free(b);
+}
+
+/* fresh: the op overwrites out and does not read it, so all its rows are poisoned first. */
+static int64_t before(bg_backend *b, bg_act *out, bool fresh)
+{
+    if (b->check && out && fresh) b->ops->poison(b, out, out->max_rows);
+    return b->profile ? bg_now_ns() : 0;
+}
+
+static bg_status after(bg_backend *b, op_kind kind, int64_t start_ns, const bg_act *out,
+                       int64_t rows, int64_t cols, bg_status st, bg_error *err)
+{
+    if (b->profile) {
+        b->ops->sync(b);
+        b->op_ns[kind] += bg_now_ns() - start_ns;
+        b->op_calls[kind]++;
+    }
+    if (st || !b->check || !out) return st;
+    int64_t row = 0, col = 0;
+    if (b->ops->all_finite(b, out, rows, cols, &row, &col)) return BG_OK;
+    return bg_fail(err, BG_INTERNAL,
+                   "op %s: %s[%lld, %lld] is not finite after it (%lld rows of %lld columns)",
+                   op_names[kind], out->name ? out->name : "?", (long long)row, (long long)col,
+                   (long long)rows, (long long)cols);
+}
+
+bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->embed(b, out, e, scale, err);
+    return after(b, OP_EMBED, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
+                         int n_rows, bg_error *err)
+{
+    const int64_t t = before(b, out, out->data != x->data);
+    bg_status st = b->ops->rms_norm(b, out, x, w, eps, n_rows, err);
+    return after(b, OP_RMS_NORM, t, out, n_rows, out->cols, st, err);
+}
+
+bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
+{
+    const int64_t t = before(b, x, false);
+    bg_status st = b->ops->add(b, x, y, err);
+    return after(b, OP_ADD, t, x, b->ops->n_rows(b), x->cols, st, err);
+}
+
+bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                             const bg_vec *w, float eps, bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->add_rms_norm(b, out, x, y, w, eps, err);
+    return after(b, OP_ADD_RMS_NORM, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
+                       bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->linear(b, out, l, x, n_rows, err);
+    return after(b, OP_LINEAR, t, out, n_rows, b->ops->linear_rows(l), st, err);
+}
+
+bg_status bg_op_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                           bg_error *err)
+{
+    const int64_t t = before(b, q_out, true);
+    bg_status st = b->ops->rope_store(b, q_out, qkv, p, err);
+    return after(b, OP_ROPE_STORE, t, q_out, b->ops->n_rows(b), (int64_t)p->n_heads * p->head_dim,
+                 st, err);
+}
+
+bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                          bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->attention(b, out, q, p, err);
+    return after(b, OP_ATTENTION, t, out, b->ops->n_rows(b), (int64_t)p->n_heads * p->v_dim, st,
+                 err);
+}
+
+bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->glu(b, out, gate_up, fn, err);
+    return after(b, OP_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
+{
+    const int64_t t = before(b, x, false);
+    bg_status st = b->ops->all_reduce(b, x, err);
+    return after(b, OP_ALL_REDUCE, t, x, b->ops->n_rows(b), x->cols, st, err);
+}
+
+bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
+{
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->gather_out(b, out, x, err);
+    return after(b, OP_GATHER_OUT, t, out, b->ops->n_out(b), out->cols, st, err);
+}
+
+bg_status bg_op_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
+                       const int64_t *rank_rows, float softcap, bg_error *err)
+{
+    const int64_t t = before(b, NULL, false);
+    bg_status st = b->ops->logits(b, head, x, rank_rows, softcap, err);
+    return after(b, OP_LOGITS, t, NULL, 0, 0, st, err);
+}
+
+bg_status bg_op_sample(bg_backend *b, bg_error *err)
+{
+    const int64_t t = before(b, NULL, false);
+    bg_status st = b->ops->sample(b, err);
+    return after(b, OP_SAMPLE, t, NULL, 0, 0, st, err);
+}
+
+bg_status bg_op_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
+{
+    const int64_t t = before(b, NULL, false);
+    bg_status st = b->ops->fetch(b, out, n, err);
+    return after(b, OP_FETCH, t, NULL, 0, 0, st, err);
+}
+
+bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err)
+{
+    const int64_t t = before(b, NULL, false);
+    bg_status st = b->ops->fetch_logits(b, out, err);
+    return after(b, OP_FETCH_LOGITS, t, NULL, 0, 0, st, err);
+}

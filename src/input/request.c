@@ -149,7 +149,7 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
     enum json_error_code code = json_error_code(e);
     bg_scan scan;
     bg_scan_line(s, n, end, &scan);
-    if (code == json_error_out_of_memory) return bg_parse_nomem(c);
+    if (code == json_error_out_of_memory || !e->text[0]) return bg_parse_nomem(c);
     /* Of two objects on one line neither is the record. */
     if (code != json_error_end_of_input_expected && !salvage_id(c, s, n, &scan)) return false;
     bg_request *r = c->r;
@@ -158,12 +158,12 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
         bg_request_reject(r, BG_CODE_FIELD, param, "%s is out of range near byte %zu",
                           param ? param : "a number", end + bom);
     } else if (!bg_utf8_valid(s, n)) {
-        size_t at = 0;
-        uint32_t cp = 0;
-        while (at < n && cp != BG_UTF8_BAD)
-            at += bg_utf8_next(s + at, n - at, &cp);
+        size_t at = 0, len;
+        uint32_t cp;
+        while (len = bg_utf8_next(s + at, n - at, &cp), cp != BG_UTF8_BAD)
+            at += len;
         bool utf16 = n >= 2 && (!memcmp(s, "\xff\xfe", 2) || !memcmp(s, "\xfe\xff", 2));
-        bg_request_reject(r, BG_CODE_JSON, NULL, "not UTF-8 before byte %zu%s", at + bom,
+        bg_request_reject(r, BG_CODE_JSON, NULL, "not UTF-8 at byte %zu%s", at + bom,
                           utf16 ? "; it looks like UTF-16: convert the file to UTF-8" : "");
     } else if (code == json_error_end_of_input_expected) {
         bg_request_reject(
@@ -303,7 +303,7 @@ static bool parse(bg_parse *c, const bg_line *line)
                           "the line is longer than the %zu bytes allowed", line->n);
         return r->error_message ? false : bg_parse_nomem(c);
     }
-    json_error_t e;
+    json_error_t e = {0}; /* jansson leaves the text empty when memory runs out in places */
     r->root = json_loadb(s, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL, &e);
     if (!r->root) return broken_json(c, s, n, &e, bom);
     if (!json_is_object(r->root)) {

@@ -90,12 +90,17 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
                 top->have_key = true;
                 top->key_at = i + 1;
                 top->key_n = stop - i - 2;
-            } else if (depth == 1 && top->object) {
+                if (depth == 1 && key_is(s, top, "custom_id")) custom.count++;
+                if (depth == 1 && key_is(s, top, "id")) plain.count++;
+            } else if (depth == 1 && top->object && (c == '"' || stop < end)) {
+                /* (a word that touches the end may go on behind it) */
                 found *f = key_is(s, top, "custom_id") ? &custom
                            : key_is(s, top, "id")      ? &plain
                                                        : NULL;
-                /* a word that touches the end may go on behind it */
-                if (f && (c == '"' || stop < end)) *f = (found){f->count + 1, i, stop - i};
+                if (f) {
+                    f->at = i;
+                    f->n = stop - i;
+                }
             }
             i = stop;
         }

@@ -1,10 +1,11 @@
 /* The pre-tokenisers: for each `tokenizer.ggml.pre` its regexes and what else goes with the name.
  *
- * The regexes are the published ones, in five places in another form with the same matches, which
+ * The regexes are the published ones, in some places in another form with the same matches, which
  * needs steps in proportion to the text where the original is quadratic or fills PCRE2's stack:
  *   kimi_k2       set intersections are negated classes: "Lu Lt Lm Lo M but not Han" is all that is
  *                 not C, Ll, N, P, S, Z or Han. Han is the script, not PCRE2's script extensions.
  *   deepseek_llm  \s+$ may only begin where a run of spaces begins
+ *   jais_2        \s*[\r\n]+ is not tried again inside a run of spaces where it failed
  *   exaone_moe    the nested repeats of letters and marks are flat and possessive
  *   superbpe      (?=(\d{3})+(?!\d)) and
  *   tiny_aya      \d{1,3}(?=(?:\d{3})*\b) find runs of digits, and pretok.c cuts them in threes; so
@@ -149,10 +150,10 @@ static const bg_pretok_stage youtu[] = {
     {NULL, BG_CUT_MATCH},
 };
 static const bg_pretok_stage jais_2[] = {
-    {CONTRACTION
-     "|" LEAD "\\p{L}+|\\p{N}{1,3}|" MARKS
-     "[\\r\\n]*|\\s*[\\r\\n]+|\\s{512}(?!\\S)|\\s{256}(?!\\S)|\\s{128}(?!\\S)|\\s{64}(?!\\S)|\\s{"
-     "32}(?!\\S)|\\s{16}(?!\\S)|\\s{8}(?!\\S)|\\s{4}(?!\\S)|\\s{1,2}(?!\\S)|\\s{1}",
+    {CONTRACTION "|" LEAD "\\p{L}+|\\p{N}{1,3}|" MARKS
+                 "[\\r\\n]*|(?:(?<!\\s)|(?<=[\\r\\n]))\\s*[\\r\\n]+|\\s{512}(?!\\S)|\\s{256}(?!\\S)"
+                 "|\\s{128}(?!\\S)|\\s{64}(?!\\S)|\\s{"
+                 "32}(?!\\S)|\\s{16}(?!\\S)|\\s{8}(?!\\S)|\\s{4}(?!\\S)|\\s{1,2}(?!\\S)|\\s{1}",
      BG_CUT_MATCH},
     {NULL, BG_CUT_MATCH},
 };

@@ -1,10 +1,10 @@
 /* backend/cpu/linear.h - out = x W^T + bias on quantised weights, on the CPU.
  *
  * At load each part's rows are repacked into tiles that the kernels read in order (the bytes stay
- * those of the file, give or take padding of the last tile). At run x is quantised once, to 8 bits in
- * blocks of 32, by all threads; then tiles of rows are shared out among them. A row's bits depend
- * neither on n_rows nor on the number of threads.
- * BG_COMPUTE_F32: weights dequantised exactly, products and sums in float32, x as it is. */
+ * those of the file, give or take padding of the last tile). At run x is quantised once, to 8 bits
+ * in blocks of 32, by all threads; then tiles of rows are shared out among them. A row's bits
+ * depend neither on n_rows nor on the number of threads. BG_COMPUTE_F32: weights dequantised
+ * exactly, products and sums in float32, x as it is. */
 #ifndef BG_BACKEND_CPU_LINEAR_H
 #define BG_BACKEND_CPU_LINEAR_H
 

@@ -2,7 +2,7 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 
-#include "backend/cpu/linear_kernels.h"
+#include "backend/cpu/linear_tiles.h"
 
 /* One zmm of 16 rows for each token. W is a constant in every call. */
 static inline __attribute__((always_inline)) void fma_tile(float (*sum)[LIN_ROWS],
@@ -26,8 +26,8 @@ static inline __attribute__((always_inline)) void fma_tile(float (*sum)[LIN_ROWS
         _mm512_store_ps(sum[t], a[t]);
 }
 
-static void fma_panel(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], const float *x,
-                      int64_t x_stride, int w, int n)
+void lin_fma_avx512(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], const float *x,
+                    int64_t x_stride, int w, int n)
 {
     switch (w) {
     case 8:
@@ -57,9 +57,16 @@ static void fma_panel(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], co
     }
 }
 
-const lin_isa *lin_isa_avx512(void)
+void lin_unpack_avx512(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *quants,
+                       const uint8_t *scales, int n)
 {
-    static const lin_isa isa = {.fma = fma_panel};
-    return &isa;
+    lin_unpack_any(panel, format, quants, scales, n);
 }
+
+void lin_quantize_avx512(const lin_acts *a, const float *x, int64_t x_stride, int w, int64_t b0,
+                         int64_t b1)
+{
+    lin_quantize_any(a, x, x_stride, w, b0, b1);
+}
+
 #endif

@@ -1,11 +1,13 @@
 # batchgen - see README.md. Two commands set a fresh Debian machine up: make demo, make test.
 #
-#   make            the binary, build/batchgen
-#   make test       everything that needs no GPU        SAN=address,undefined or SAN=thread: under a sanitizer
-#   make lint       formatting, static analysis, include borders
-#   make one T=unit/test_buf     one test program, built and run
+#   make               the binary, build/batchgen, and the tools
+#   make demo          installs what is missing, builds, runs a real job on a real small model
+#   make test          everything that needs no GPU; SAN=address,undefined or SAN=thread under a sanitizer
+#   make one T=unit/base/test_buf [ARGS=--verbose]    one test program
+#   make fuzz [SECONDS=60]   every fuzzer for that long
+#   make lint, make format, make bench, make install [PREFIX=/usr/local] [DESTDIR=], make clean
 #
-# Without nvcc the build is CPU-only and says so.
+# Without nvcc the build is CPU-only and says so. WERROR=0: warnings are no errors.
 
 comma    := ,
 VERSION  := 0.1.0
@@ -57,7 +59,11 @@ MODULES      := base gguf text input output comm backend model engine job cli
 srcs = $(shell find src/$(1) -name '*.c' ! -path 'src/cli/main.c' 2>/dev/null | sort)
 objs = $(patsubst %.c,$(BUILD)/%.o,$(call srcs,$(1)))
 
-all: $(BUILD)/batchgen
+NVCC     ?= $(shell command -v nvcc 2>/dev/null)
+TOOLS    := $(patsubst tools/%.c,%,$(shell grep -lsw main tools/*.c))
+
+all: $(BUILD)/batchgen $(addprefix $(BUILD)/,$(TOOLS))
+	@echo "built $(BUILD)/batchgen: CPU backend only$(if $(NVCC),, (no nvcc found))"
 
 $(BUILD)/batchgen: $(BUILD)/src/cli/main.o $(foreach m,$(MODULES),$(BUILD)/lib/$(m).a)
 	$(CC) $(LDFLAGS) -o $@ $< -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
@@ -85,12 +91,78 @@ $(BUILD)/tests/$(1): $(BUILD)/tests/$(1).o $(SUPPORT) $(foreach d,$(2) $(DEPS_$(
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t))))))
 
+
+# tools/NAME.c with a main() is build/NAME; tools/NAME_*.c belong to it.
+TOOL_DEPS := $(DEPS_model) model
+define tool_rules
+$(BUILD)/$(1): $(patsubst %.c,$(BUILD)/%.o,tools/$(1).c $(wildcard tools/$(1)_*.c)) $(foreach m,$(TOOL_DEPS),$(BUILD)/lib/$(m).a)
+	$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LDLIBS)
+endef
+$(foreach t,$(TOOLS),$(eval $(call tool_rules,$(t))))
+
 one: $(BUILD)/tests/$(T)
 	$(BUILD)/tests/$(T) $(ARGS)
+
+setup:
+	@tools/setup.sh
+
+# A fresh machine has no compiler libraries yet, so both install first and build in a second make.
+demo: setup
+	@$(MAKE) --no-print-directory all
+	@tools/demo.sh $(BUILD)/batchgen
+
+test: setup
+	@$(MAKE) --no-print-directory test-all
+
+TEST_PROGRAMS := $(addprefix $(BUILD)/tests/,$(TESTS))
+# Under ThreadSanitizer: what talks between threads.
+THREADED := unit/base/ unit/engine/ unit/comm/ unit/job/ unit/backend/test_pool
+ifeq ($(SAN),thread)
+TEST_PROGRAMS := $(foreach t,$(THREADED),$(filter $(BUILD)/tests/$(t)%,$(TEST_PROGRAMS)))
+endif
+
+test-all: all $(TEST_PROGRAMS)
+	@BUILD=$(BUILD) SAN=$(SAN) tests/run.sh $(TEST_PROGRAMS)
+
+# ---- fuzzing: clang's libFuzzer over the folders that read strangers' bytes --------------------------
+SECONDS ?= 60
+FUZZERS := $(patsubst tests/fuzz/%.c,%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
+FUZZ_LIBS := base gguf text input output
+fuzz: setup
+	@$(MAKE) --no-print-directory BUILD=build-fuzz CC=clang WERROR=0 OPT=-O1 \
+	    CFLAGS="-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -Wno-unknown-warning-option" fuzz-run
+
+define fuzz_rules
+$(BUILD)/$(1): $(BUILD)/tests/fuzz/$(1).o $(foreach m,$(FUZZ_LIBS),$(BUILD)/lib/$(m).a)
+	$(CC) -fsanitize=fuzzer,address,undefined -o $$@ $$< -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LDLIBS)
+endef
+$(foreach f,$(FUZZERS),$(eval $(call fuzz_rules,$(f))))
+fuzz-run: $(addprefix $(BUILD)/,$(FUZZERS))
+	@SECONDS_EACH=$(SECONDS) tests/fuzz/run.sh $(BUILD) $(FUZZERS)
+
+# ---- lint ----------------------------------------------------------------------------------------------
+C_FILES = $(shell git ls-files '*.c' '*.h')
+format:
+	clang-format -i $(C_FILES)
+lint: setup
+	@tools/lint.sh
+
+bench: all
+	@tools/bench.sh $(BUILD)
+
+# ---- install -------------------------------------------------------------------------------------------
+SHARE := $(DESTDIR)$(PREFIX)/share
+install: all
+	install -D -m 755 $(BUILD)/batchgen $(DESTDIR)$(PREFIX)/bin/batchgen
+	install -D -m 644 tools/batchgen.1 $(SHARE)/man/man1/batchgen.1
+	install -d $(SHARE)/batchgen/schemas $(SHARE)/batchgen/jobs $(SHARE)/doc/batchgen
+	install -m 644 schemas/*.json $(SHARE)/batchgen/schemas
+	install -m 644 jobs/* $(SHARE)/batchgen/jobs
+	install -m 644 README.md LICENSE $(SHARE)/doc/batchgen
 
 clean:
 	rm -rf build build-*
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
-.PHONY: all one clean
+.PHONY: all one setup demo test test-all fuzz fuzz-run format lint bench install clean
 .SECONDARY:

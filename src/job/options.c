@@ -115,7 +115,7 @@ const bg_option bg_options[] = {
 
     {"batch", NULL, 0, BG_OPT_LIST, F(batch), NULL, ANY, NULL, BENCH, false, "Benchmark", "N,N,...",
      "batch sizes [1,8,32]"},
-    {"prompt-tokens", NULL, 'p', BG_OPT_INT, F(bench_prompt), NULL, 1, 1e6, "512", BENCH, false, NULL,
+    {"prompt-tokens", NULL, 'p', BG_OPT_INT, F(bench_prompt), NULL, 1, 1e6, "128", BENCH, false, NULL,
      "N", "tokens of a prefill, and context at which decoding starts"},
     {"gen-tokens", NULL, 'g', BG_OPT_INT, F(bench_tokens), NULL, 1, 1e6, "64", BENCH, false, NULL,
      "N", "tokens decoded at each batch size"},

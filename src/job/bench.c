@@ -1,0 +1,347 @@
+#include "job/bench.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base/clock.h"
+#include "base/rng.h"
+
+enum { PROBE_BYTES = 256 << 20, PROBE_RUNS = 3, MAX_THREADS = 256 };
+
+/* ---- the floor: how fast this machine reads memory now ------------------------------------------- */
+
+typedef struct probe {
+    const uint64_t *data;
+    size_t n;
+    uint64_t sum;
+} probe;
+
+static void *read_all(void *p)
+{
+    probe *pr = p;
+    uint64_t s[8] = {0};
+    for (size_t i = 0; i + 8 <= pr->n; i += 8)
+        for (int k = 0; k < 8; k++) s[k] += pr->data[i + (size_t)k];
+    for (int k = 0; k < 8; k++) pr->sum += s[k];
+    return NULL;
+}
+
+static double read_bandwidth(int threads)
+{
+    void *p = mmap(NULL, PROBE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return 0;
+    memset(p, 1, PROBE_BYTES);
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    double best = 0;
+    for (int run = 0; run < PROBE_RUNS; run++) {
+        pthread_t t[MAX_THREADS];
+        probe pr[MAX_THREADS];
+        size_t share = PROBE_BYTES / 8 / (size_t)threads;
+        int64_t t0 = bg_now_ns();
+        int n = 0;
+        for (; n < threads; n++) {
+            pr[n] = (probe){.data = (const uint64_t *)p + share * (size_t)n, .n = share};
+            if (pthread_create(&t[n], NULL, read_all, &pr[n])) break;
+        }
+        for (int i = 0; i < n; i++) pthread_join(t[i], NULL);
+        double rate = (double)(share * 8 * (size_t)n) / ((double)(bg_now_ns() - t0) * 1e-9);
+        if (rate > best) best = rate;
+    }
+    munmap(p, PROBE_BYTES);
+    return best;
+}
+
+/* ---- one rank, in this process ---------------------------------------------------------------------- */
+
+typedef struct rank {
+    bg_backend *b;
+    bg_model *m;
+    int block_tokens, blocks_per_seq, max_step, vocab;
+    int32_t *blocks; /* [batch, blocks_per_seq] */
+    int32_t *tokens;
+    bg_seq_step *seqs;
+    bg_sampled *out;
+} rank;
+
+static int32_t some_token(int i, int vocab)
+{
+    return (int32_t)(bg_mix64((uint64_t)i + 7) % (uint64_t)vocab);
+}
+
+static bg_status step(rank *r, int n_seqs, bg_error *err)
+{
+    const bg_batch batch = {.n_seqs = n_seqs, .seqs = r->seqs};
+    int n;
+    bg_status st = bg_model_begin(r->m, &batch, err);
+    if (!st) st = bg_model_forward(r->m, err);
+    if (!st && r->b->ops->n_out(r->b) > 0) {
+        st = bg_op_sample(r->b, err);
+        if (!st) st = bg_op_fetch(r->b, r->out, &n, err);
+    }
+    return st;
+}
+
+static bg_status prefill(rank *r, int batch, int prompt, bg_error *err)
+{
+    bg_status st = BG_OK;
+    int seq = 0, pos = 0;
+    while (!st && seq < batch) {
+        int n_seqs = 0, room = r->max_step;
+        while (seq < batch && room > 0) {
+            int n = prompt - pos < room ? prompt - pos : room;
+            r->seqs[n_seqs++] = (bg_seq_step){.slot = seq,
+                                              .pos0 = pos,
+                                              .n_tokens = n,
+                                              .n_blocks = r->blocks_per_seq,
+                                              .blocks = r->blocks + (size_t)seq * (size_t)r->blocks_per_seq,
+                                              .sample = pos + n == prompt};
+            room -= n;
+            pos += n;
+            if (pos == prompt) {
+                pos = 0;
+                seq++;
+            }
+        }
+        st = step(r, n_seqs, err);
+    }
+    return st;
+}
+
+static bg_status decode(rank *r, int batch, int prompt, int gen, bg_error *err)
+{
+    bg_status st = BG_OK;
+    for (int g = 0; !st && g < gen; g++) {
+        for (int s = 0; s < batch; s++)
+            r->seqs[s] = (bg_seq_step){.slot = s,
+                                       .pos0 = prompt + g,
+                                       .n_tokens = 1,
+                                       .n_blocks = r->blocks_per_seq,
+                                       .blocks = r->blocks + (size_t)s * (size_t)r->blocks_per_seq,
+                                       .sample = true};
+        st = step(r, batch, err);
+    }
+    return st;
+}
+
+static bg_status seat_all(rank *r, int batch, int prompt, bg_error *err)
+{
+    const bg_sampling greedy = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1};
+    bg_status st = BG_OK;
+    for (int s = 0; !st && s < batch; s++) {
+        for (int i = 0; i < prompt; i++) r->tokens[i] = some_token(s * prompt + i, r->vocab);
+        st = r->b->ops->slot_seat(r->b, s, &greedy, r->tokens, prompt, 0, err);
+    }
+    return st;
+}
+
+static void rank_close(rank *r)
+{
+    bg_model_free(r->m);
+    bg_backend_free(r->b);
+    free(r->blocks);
+    free(r->tokens);
+    free(r->seqs);
+    free(r->out);
+}
+
+static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const bg_text_model *m,
+                           const bg_memory_plan *p, int max_batch, bg_error *err)
+{
+    int len = b->prompt + b->gen + 1;
+    *r = (rank){.block_tokens = p->block_tokens, .max_step = p->max_step_tokens,
+                .vocab = m->desc.vocab_size};
+    r->blocks_per_seq = (len + p->block_tokens - 1) / p->block_tokens;
+    size_t n_blocks = (size_t)r->blocks_per_seq * (size_t)max_batch;
+    r->blocks = calloc(n_blocks, sizeof *r->blocks);
+    r->tokens = calloc((size_t)len, sizeof *r->tokens);
+    r->seqs = calloc((size_t)max_batch, sizeof *r->seqs);
+    r->out = calloc((size_t)max_batch, sizeof *r->out);
+    if (!r->blocks || !r->tokens || !r->seqs || !r->out)
+        return bg_fail(err, BG_NOMEM, "out of memory");
+    for (size_t i = 0; i < n_blocks; i++) r->blocks[i] = (int32_t)i + 1;
+    const bg_backend_config bc = {.compute = (bg_compute)job->compute,
+                                  .n_threads = p->threads_per_rank,
+                                  .first_cpu = job->pin_threads ? 0 : -1,
+                                  .check = job->check_ops,
+                                  .max_tokens = p->max_step_tokens,
+                                  .max_seqs = max_batch,
+                                  .max_out = max_batch,
+                                  .max_ctx = len,
+                                  .vocab_size = m->desc.vocab_size,
+                                  .isa = job->isa};
+    const bg_model_config mc = {.tp = 1,
+                                .n_blocks = (int)n_blocks + 1,
+                                .block_tokens = p->block_tokens,
+                                .cache_type = p->cache_type,
+                                .backend = &bc};
+    bg_status st = bg_cpu_backend_new(&r->b, &bc, err);
+    if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
+    return st;
+}
+
+/* Once with op times (also warms caches), once without. */
+static bg_status measure(bg_bench *b, rank *r, int i, bg_error *err)
+{
+    bg_bench_row *row = &b->rows[i];
+    int timed_gen = b->gen < 16 ? b->gen : 16;
+    r->b->profile = true;
+    bg_status st = seat_all(r, row->batch, b->prompt, err);
+    memset(r->b->op_ns, 0, sizeof r->b->op_ns);
+    if (!st) st = prefill(r, row->batch, b->prompt, err);
+    if (i == b->n_rows - 1) memcpy(b->prefill_ns, r->b->op_ns, sizeof b->prefill_ns);
+    memset(r->b->op_ns, 0, sizeof r->b->op_ns);
+    if (!st) st = decode(r, row->batch, b->prompt, timed_gen, err);
+    for (int k = 0; k < BG_OP_KINDS; k++) b->decode_ns[i][k] = r->b->op_ns[k] / timed_gen;
+    r->b->profile = false;
+    if (!st) st = seat_all(r, row->batch, b->prompt, err);
+    int64_t t0 = bg_now_ns();
+    if (!st) st = prefill(r, row->batch, b->prompt, err);
+    int64_t t1 = bg_now_ns();
+    if (!st) st = decode(r, row->batch, b->prompt, b->gen, err);
+    row->prefill_s = (double)(t1 - t0) * 1e-9;
+    row->decode_s = (double)(bg_now_ns() - t1) * 1e-9;
+    return st;
+}
+
+static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m,
+                          const bg_memory_plan *p, int max_batch, bg_error *err)
+{
+    rank r;
+    bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
+    b->has_ops = true;
+    for (int i = 0; !st && i < b->n_rows; i++) st = measure(b, &r, i, err);
+    if (r.b) b->memory = r.b->ops->memory(r.b);
+    rank_close(&r);
+    return st;
+}
+
+/* ---- several ranks: through the engine ------------------------------------------------------------------ */
+
+typedef struct sink {
+    atomic_int first; /* sequences that have their first token */
+    _Atomic int64_t first_ns;
+    int batch;
+} sink;
+
+static void on_events(void *ctx, const bg_token_event *ev, int n)
+{
+    sink *s = ctx;
+    for (int i = 0; i < n; i++) {
+        int *seen = ev[i].user;
+        if (!ev[i].has_token || *seen) continue;
+        *seen = 1;
+        if (atomic_fetch_add(&s->first, 1) + 1 == s->batch) atomic_store(&s->first_ns, bg_now_ns());
+    }
+}
+
+static bg_status submit_batch(bg_bench *b, bg_bench_row *row, bg_engine *e, sink *s, int vocab,
+                              bg_error *err)
+{
+    int n = row->batch;
+    int32_t *tokens = calloc((size_t)b->prompt, sizeof *tokens);
+    int *seen = calloc((size_t)n, sizeof *seen);
+    bg_status st = tokens && seen ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
+    s->batch = n;
+    atomic_store(&s->first, 0);
+    int64_t t0 = bg_now_ns();
+    for (int k = 0; !st && k < n; k++) {
+        for (int i = 0; i < b->prompt; i++) tokens[i] = some_token(k * b->prompt + i, vocab);
+        const bg_seq_spec spec = {.user = &seen[k],
+                                  .order = k,
+                                  .prompt = tokens,
+                                  .n_prompt = b->prompt,
+                                  .max_tokens = b->gen + 1,
+                                  .ignore_eos = true,
+                                  .sampling = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1}};
+        uint64_t seq;
+        st = bg_engine_submit(e, &spec, &seq, err);
+    }
+    if (!st) st = bg_engine_drain(e, err);
+    int64_t first = atomic_load(&s->first_ns);
+    row->prefill_s = (double)(first - t0) * 1e-9;
+    row->decode_s = (double)(bg_now_ns() - first) * 1e-9;
+    free(tokens);
+    free(seen);
+    return st;
+}
+
+static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *m,
+                           const bg_memory_plan *p, bg_error *err)
+{
+    bg_rank_config rc;
+    bg_rank_config_fill(&rc, job, p);
+    bg_ranks *ranks = NULL;
+    bg_engine *e = NULL;
+    sink s = {0};
+    bg_status st = bg_ranks_start(&ranks, &rc, &bg_rank_ops_model, NULL, err);
+    if (!st) st = bg_ranks_wait_ready(ranks, NULL, NULL, NULL, err);
+    const bg_engine_config ec = {.window = 4096,
+                                 .max_batched_tokens = (int)job->max_num_batched_tokens,
+                                 .max_restarts = 1,
+                                 .on_events = on_events,
+                                 .ctx = &s};
+    if (!st) st = bg_engine_new(&e, ranks, &ec, err);
+    for (int i = 0; !st && i < b->n_rows; i++)
+        st = submit_batch(b, &b->rows[i], e, &s, m->desc.vocab_size, err);
+    if (!st) b->memory = bg_ranks_memory(ranks);
+    bg_engine_free(e);
+    bg_ranks_stop(ranks);
+    return st;
+}
+
+/* ---- the whole ------------------------------------------------------------------------------------------- */
+
+static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, bg_error *err)
+{
+    static const int defaults[] = {1, 8, 32};
+    *max_batch = 0;
+    for (int i = 0; i < job->batch.n; i++) {
+        for (const char *s = job->batch.v[i]; *s;) {
+            char *end;
+            long v = strtol(s, &end, 10);
+            if (end == s || v < 1 || v > 4096 || (*end && *end != ','))
+                return bg_fail(err, BG_ARG, "--batch: \"%s\": write numbers of 1 to 4096, as 1,8,32",
+                               job->batch.v[i]);
+            if (b->n_rows == BG_BENCH_MAX)
+                return bg_fail(err, BG_ARG, "--batch: %d sizes at most", BG_BENCH_MAX);
+            b->rows[b->n_rows++].batch = (int)v;
+            s = end + (*end == ',');
+        }
+    }
+    if (!b->n_rows)
+        for (int i = 0; i < 3; i++) b->rows[b->n_rows++].batch = defaults[i];
+    for (int i = 0; i < b->n_rows; i++)
+        if (b->rows[i].batch > *max_batch) *max_batch = b->rows[i].batch;
+    return BG_OK;
+}
+
+bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, bg_error *err)
+{
+    *b = (bg_bench){.prompt = (int)job->bench_prompt, .gen = (int)job->bench_tokens,
+                    .weight_bytes = m->desc.weight_bytes};
+    int max_batch;
+    bg_status st = parse_batches(b, job, &max_batch, err);
+    bg_memory_plan p;
+    bg_job sized = *job; /* shallow: only numbers are changed */
+    sized.max_num_seqs = max_batch > job->max_num_seqs ? max_batch : job->max_num_seqs;
+    sized.max_model_len = b->prompt + b->gen + 2;
+    if (!st) st = bg_plan_memory(&p, &sized, m, err);
+    if (st) return st;
+    b->read_bandwidth = read_bandwidth(p.threads_per_rank * p.tp);
+    st = p.tp == 1 ? run_here(b, job, m, &p, max_batch, err) : run_ranks(b, &sized, m, &p, err);
+    for (int i = 0; !st && i < b->n_rows; i++) {
+        bg_bench_row *r = &b->rows[i];
+        r->prefill_rate = r->batch * b->prompt / r->prefill_s;
+        r->decode_rate = r->batch * b->gen / r->decode_s;
+        double step_s = r->decode_s / b->gen;
+        double kv = (double)p.kv_bytes_per_token * r->batch * (b->prompt + b->gen / 2.0);
+        if (b->read_bandwidth > 0)
+            r->floor_share = ((double)b->weight_bytes + kv) / b->read_bandwidth / step_s;
+        r->gmacs = (double)bg_macs_per_token(&m->desc) * r->batch / step_s * 1e-9;
+    }
+    return st;
+}

@@ -1,0 +1,19 @@
+#!/bin/sh
+# demo.sh BATCHGEN - a real job on a real small model, on the CPU.
+set -eu
+batchgen=$1
+model=$(tools/fetch_model.sh)
+out=${TMPDIR:-/tmp}/batchgen-demo.$(id -u).jsonl.lz4
+echo
+echo "\$ batchgen run jobs/demo.jsonl -o $out -m $model --overwrite --temperature 0 --max-tokens 120"
+"$batchgen" run jobs/demo.jsonl -o "$out" -m "$model" --overwrite --temperature 0 --max-tokens 120
+echo
+echo "\$ lz4 -dc $out | head -4    (shown as text)"
+lz4 -dc "$out" | head -4 | python3 -c '
+import json, sys
+for line in sys.stdin:
+    r = json.loads(line)
+    print("\n[%s]" % r.get("id", r["line"]), r.get("text", r).strip())'
+echo
+echo "The whole output: lz4 -dc $out"
+echo "Run the same command again and it says that there is nothing to do; kill it half-way and it goes on."

@@ -1,0 +1,49 @@
+#!/bin/sh
+# lint.sh - formatting, include borders, cppcheck, clang-tidy, gcc -fanalyzer.
+set -u
+bad=0
+say() { echo "lint: $*"; }
+
+# shellcheck disable=SC2046
+clang-format --dry-run -Werror $(git ls-files '*.c' '*.h') 2>/tmp/lint.$$ || {
+    grep error: /tmp/lint.$$ | cut -d: -f1 | sort | uniq -c | head -20
+    say "not formatted; make format"
+    bad=1
+}
+rm -f /tmp/lint.$$
+
+# A folder shows the others one header: NAME/NAME.h; base/* and backend/ops.h are open to all.
+for f in $(git ls-files 'src/*.c' 'src/*.h'); do
+    own=$(echo "$f" | cut -d/ -f2)
+    grep -Hn '^#include "' "$f" | sed 's/#include "\([^"]*\)".*/\1/' | while IFS=: read -r where line inc; do
+        dir=${inc%%/*}
+        [ "$dir" = "$own" ] && continue
+        case $inc in
+        base/*.h | backend/ops.h | "$dir/$dir.h") ;;
+        job/*.h) [ "$own" = cli ] || echo "$where:$line: includes $inc, which is $dir's own" ;;
+        *) echo "$where:$line: includes $inc, which is $dir's own" ;;
+        esac
+    done
+done >/tmp/borders.$$
+[ -s /tmp/borders.$$ ] && { cat /tmp/borders.$$; say "includes that reach round a header"; bad=1; }
+rm -f /tmp/borders.$$
+
+# Only src/cli prints and exits; environment variables are read in one place.
+if git grep -nE '\b(printf|puts|exit|abort|getenv)\(' -- 'src/*.c' ':!src/cli' ':!src/job/run.c' |
+    grep -vE '(sn|fn|vsn|f|buf_)printf|_exit\('; then
+    say "printing, exiting or getenv below src/cli"
+    bad=1
+fi
+
+cppcheck --quiet --std=c11 --enable=warning,portability --inline-suppr --error-exitcode=1 \
+    --suppress=missingIncludeSystem --suppress=uninitMemberVar -D_GNU_SOURCE -DBG_VERSION='""' -Isrc -j 2 src tools || {
+    say cppcheck
+    bad=1
+}
+# shellcheck disable=SC2046
+for f in $(git ls-files 'src/*.c' | grep -vE '_(avx2|avx512|vnni)\.c$'); do
+    clang-tidy --quiet --warnings-as-errors='*' "$f" -- -std=c17 -D_GNU_SOURCE -DBG_VERSION='""' -Isrc 2>/dev/null |
+        grep -E 'error:|warning:' && bad=1
+done
+[ "$bad" = 0 ] && say clean
+exit $bad

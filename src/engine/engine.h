@@ -43,8 +43,8 @@ typedef struct bg_rank_config { /* plain data and strings that outlive the ranks
     size_t max_message; /* bytes of the largest message in a ring; 0: computed */
 } bg_rank_config;
 
-/* What a rank process runs. The real one is bg_rank_main_model; tests put a fake in its place. All
- * three are called in the rank's process. */
+/* What a rank process runs. The real one is bg_rank_ops_model; tests put a fake in its place. All
+ * are called in the rank's process, by one thread. */
 typedef struct bg_rank_ops {
     bg_status (*start)(void **state, const bg_rank_config *c, int rank, void *comm_memory,
                        void (*progress)(void *ctx, uint64_t done, uint64_t total),
@@ -54,6 +54,7 @@ typedef struct bg_rank_ops {
     /* Runs one step; out (room for max_num_seqs) gets what was sampled, *n of them. */
     bg_status (*step)(void *state, const bg_batch *batch, bg_sampled *out, int *n, bg_error *err);
     void (*stop)(void *state);
+    uint64_t (*memory)(void *state); /* bytes on the device; may be NULL */
 } bg_rank_ops;
 
 extern const bg_rank_ops bg_rank_ops_model;

@@ -1,0 +1,212 @@
+#include "engine/rank.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "engine/step.h"
+
+typedef struct rank {
+    const bg_rank_config *c;
+    const bg_rank_ops *ops;
+    const bg_rank_link *link;
+    void *state;
+    int32_t table_cap;  /* blocks of the longest sequence */
+    int32_t *tables;    /* [max_num_seqs, table_cap]; pages that nothing needs are never touched */
+    int32_t *n_blocks;  /* of each slot; 0: not seated */
+    int32_t *len;       /* tokens in each slot's history */
+    bg_seq_step *seqs;  /* [max_num_seqs] */
+    bg_sampled *out;    /* [max_num_seqs] */
+    unsigned char *msg; /* the message being read, or the answer */
+    size_t msg_cap;
+} rank;
+
+static void beat(const rank *r)
+{
+    atomic_fetch_add_explicit(&r->link->slot->beats, 1, memory_order_relaxed);
+}
+
+static void on_progress(void *ctx, uint64_t done, uint64_t total)
+{
+    const rank *r = ctx;
+    atomic_store(&r->link->slot->total, total);
+    atomic_store(&r->link->slot->done, done);
+    beat(r);
+}
+
+static int32_t *table_of(const rank *r, int32_t slot)
+{
+    return r->tables + (size_t)slot * (size_t)r->table_cap;
+}
+
+static bg_status append_blocks(rank *r, int32_t slot, const int32_t *blocks, int32_t n,
+                               bg_error *err)
+{
+    if (n > r->table_cap - r->n_blocks[slot])
+        return bg_fail(err, BG_INTERNAL, "slot %d: %d blocks and %d more, at most %d", (int)slot,
+                       (int)r->n_blocks[slot], (int)n, (int)r->table_cap);
+    int32_t *at = table_of(r, slot) + r->n_blocks[slot];
+    for (int32_t i = 0; i < n; i++) {
+        if (blocks[i] < 1 || blocks[i] >= r->c->n_blocks)
+            return bg_fail(err, BG_INTERNAL, "slot %d: block %d of %d", (int)slot, (int)blocks[i],
+                           r->c->n_blocks);
+        at[i] = blocks[i];
+    }
+    r->n_blocks[slot] += n;
+    return BG_OK;
+}
+
+static bg_status do_seat(rank *r, size_t n, bg_error *err)
+{
+    bg_msg_seat s;
+    bg_status st = bg_msg_get_seat(r->msg, n, &s, err);
+    if (st) return st;
+    if (s.slot < 0 || s.slot >= r->c->max_num_seqs || s.n_tokens > r->c->max_model_len)
+        return bg_fail(err, BG_INTERNAL, "seat in slot %d of %d with %d tokens, at most %d",
+                       (int)s.slot, r->c->max_num_seqs, (int)s.n_tokens, r->c->max_model_len);
+    r->n_blocks[s.slot] = 0;
+    r->len[s.slot] = s.n_tokens;
+    st = append_blocks(r, s.slot, s.blocks, s.n_blocks, err);
+    if (!st)
+        st = r->ops->seat(r->state, s.slot, &s.sampling, s.tokens, s.n_tokens, s.n_generated, err);
+    return st;
+}
+
+/* An entry of the step: checks that it stays inside its history and its blocks. */
+static bg_status read_entry(rank *r, bg_msg_step *msg, bg_seq_step *q, bg_error *err)
+{
+    bg_msg_entry e;
+    bg_status st = bg_msg_next_entry(msg, &e, err);
+    if (st) return st;
+    if (e.slot >= r->c->max_num_seqs || !r->n_blocks[e.slot])
+        return bg_fail(err, BG_INTERNAL, "step: nobody is seated in slot %d", (int)e.slot);
+    st = append_blocks(r, e.slot, e.blocks, e.n_blocks, err);
+    if (st) return st;
+    int64_t end = (int64_t)e.pos0 + e.n_tokens, len = r->len[e.slot];
+    if (end > len || (e.sample && end != len) ||
+        end > (int64_t)r->n_blocks[e.slot] * r->c->block_tokens)
+        return bg_fail(err, BG_INTERNAL,
+                       "step: slot %d to position %lld, with %lld tokens and %d blocks",
+                       (int)e.slot, (long long)end, (long long)len, (int)r->n_blocks[e.slot]);
+    r->len[e.slot] += e.sample;
+    *q = (bg_seq_step){e.slot,  e.pos0, e.n_tokens, r->n_blocks[e.slot], table_of(r, e.slot),
+                       e.sample};
+    return BG_OK;
+}
+
+static bg_status send_result(rank *r, const bg_msg_result *head, bg_error *err)
+{
+    size_t n = bg_msg_put_result(r->msg, r->msg_cap, head, r->out);
+    if (!n) return bg_fail(err, BG_INTERNAL, "answer of %d tokens does not fit", (int)head->n);
+    switch (bg_ring_write(r->link->up, r->msg, n, -1)) {
+    case BG_RING_OK:
+        return BG_OK;
+    case BG_RING_CLOSED:
+        return BG_OK; /* nobody wants it any more; `down` says so too */
+    default:
+        return bg_fail(err, BG_INTERNAL, "answer of %zu bytes does not fit its ring", n);
+    }
+}
+
+static bg_status do_step(rank *r, size_t n, bg_error *err)
+{
+    bg_msg_step msg;
+    int64_t start = bg_now_ns(), rows = 0;
+    int expected = 0, got = 0;
+    bg_status st = bg_msg_get_step(r->msg, n, &msg, err);
+    if (st) return st;
+    if (msg.n_seqs > r->c->max_num_seqs)
+        return bg_fail(err, BG_INTERNAL, "step of %d sequences, at most %d", (int)msg.n_seqs,
+                       r->c->max_num_seqs);
+    for (int32_t i = 0; i < msg.n_seqs; i++) {
+        st = read_entry(r, &msg, &r->seqs[i], err);
+        if (st) return st;
+        rows += r->seqs[i].n_tokens;
+        expected += r->seqs[i].sample;
+    }
+    if (rows > r->c->max_step_tokens || msg.left)
+        return bg_fail(err, BG_INTERNAL, "step of %lld tokens, at most %d", (long long)rows,
+                       r->c->max_step_tokens);
+    bg_batch batch = {.n_seqs = msg.n_seqs, .seqs = r->seqs};
+    st = r->ops->step(r->state, &batch, r->out, &got, err);
+    if (st) return st;
+    if (got != expected)
+        return bg_fail(err, BG_INTERNAL, "step sampled %d tokens, %d were asked for", got,
+                       expected);
+    if (r->link->rank != 0) return BG_OK;
+    return send_result(r, &(bg_msg_result){got, msg.number, bg_now_ns() - start}, err);
+}
+
+static bg_status work(rank *r, bg_error *err)
+{
+    for (;;) {
+        size_t n;
+        bg_msg_kind kind;
+        switch (bg_ring_read(r->link->down, r->msg, r->msg_cap, &n, -1)) {
+        case BG_RING_OK:
+            break;
+        case BG_RING_TIMEOUT:
+        case BG_RING_KICKED:
+            continue;
+        case BG_RING_CLOSED:
+            return BG_OK;
+        default:
+            return bg_fail(err, BG_INTERNAL, "ring of steps is damaged (%zu bytes)", n);
+        }
+        bg_status st = bg_msg_get_kind(r->msg, n, &kind, err);
+        if (st) return st;
+        if (kind == BG_MSG_STOP) return BG_OK;
+        if (kind == BG_MSG_SEAT)
+            st = do_seat(r, n, err);
+        else if (kind == BG_MSG_STEP)
+            st = do_step(r, n, err);
+        else
+            st = bg_fail(err, BG_INTERNAL, "message of kind %d came down", (int)kind);
+        if (st) return st;
+        beat(r);
+    }
+}
+
+static bg_status make_buffers(rank *r, bg_error *err)
+{
+    size_t n = (size_t)r->c->max_num_seqs;
+    r->table_cap =
+        (int32_t)(((int64_t)r->c->max_model_len + r->c->block_tokens - 1) / r->c->block_tokens);
+    r->msg_cap = r->link->max_message;
+    if (r->msg_cap < bg_msg_result_max_bytes((int32_t)n))
+        r->msg_cap = bg_msg_result_max_bytes((int32_t)n);
+    r->tables = calloc(n * (size_t)r->table_cap, sizeof *r->tables);
+    r->n_blocks = calloc(n, sizeof *r->n_blocks);
+    r->len = calloc(n, sizeof *r->len);
+    r->seqs = calloc(n, sizeof *r->seqs);
+    r->out = calloc(n, sizeof *r->out);
+    r->msg = malloc(r->msg_cap);
+    if (!r->tables || !r->n_blocks || !r->len || !r->seqs || !r->out || !r->msg)
+        return bg_fail(err, BG_NOMEM, "block tables of %zu slots: out of memory", n);
+    return BG_OK;
+}
+
+bg_status bg_rank_run(const bg_rank_config *c, const bg_rank_ops *ops, const bg_rank_link *link)
+{
+    rank r = {.c = c, .ops = ops, .link = link};
+    bg_error err = {0};
+    bg_status st = make_buffers(&r, &err);
+    if (!st) st = ops->start(&r.state, c, link->rank, link->comm_memory, on_progress, &r, &err);
+    if (!st) {
+        if (ops->memory) atomic_store(&link->slot->memory, ops->memory(r.state));
+        atomic_store(&link->slot->state, BG_RANK_READY);
+        bg_ring_kick(link->up);
+        st = work(&r, &err);
+    }
+    if (r.state) ops->stop(r.state);
+    free(r.tables);
+    free(r.n_blocks);
+    free(r.len);
+    free(r.seqs);
+    free(r.out);
+    free(r.msg);
+    if (st) link->slot->err = err;
+    atomic_store(&link->slot->state, st ? BG_RANK_FAILED : BG_RANK_STOPPED);
+    bg_ring_kick(link->up);
+    return st;
+}

@@ -10,6 +10,7 @@
 # Without nvcc the build is CPU-only and says so. WERROR=0: warnings are no errors.
 
 comma    := ,
+Q        := $(if $(V),,@) # V=1 shows the commands
 VERSION  := 0.1.0
 PREFIX   ?= /usr/local
 CC       ?= gcc
@@ -66,7 +67,7 @@ all: $(BUILD)/batchgen $(addprefix $(BUILD)/,$(TOOLS))
 	@echo "built $(BUILD)/batchgen: CPU backend only$(if $(NVCC),, (no nvcc found))"
 
 $(BUILD)/batchgen: $(BUILD)/src/cli/main.o $(foreach m,$(MODULES),$(BUILD)/lib/$(m).a)
-	$(CC) $(LDFLAGS) -o $@ $< -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $< -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
 
 define module_rules
 $(BUILD)/lib/$(1).a: $(call objs,$(1))
@@ -78,7 +79,7 @@ $(foreach m,$(MODULES),$(eval $(call module_rules,$(m))))
 
 $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
 # tests/unit/MODULE/test_*.c is one Criterion program each; tests/support/*.c goes into all.
 TESTS := $(patsubst tests/%.c,%,$(sort $(wildcard tests/unit/*/test_*.c)))
@@ -87,7 +88,7 @@ $(BUILD)/tests/%.o: CPPFLAGS += -Itests
 define test_rules
 $(BUILD)/tests/$(1): $(BUILD)/tests/$(1).o $(SUPPORT) $(foreach d,$(2) $(DEPS_$(2)),$(BUILD)/lib/$(d).a)
 	@mkdir -p $$(@D)
-	$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group -lcriterion $(LDLIBS)
+	$(Q)$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group -lcriterion $(LDLIBS)
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t))))))
 
@@ -96,7 +97,7 @@ $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t)))))
 TOOL_DEPS := $(DEPS_model) model
 define tool_rules
 $(BUILD)/$(1): $(patsubst %.c,$(BUILD)/%.o,tools/$(1).c $(wildcard tools/$(1)_*.c)) $(foreach m,$(TOOL_DEPS),$(BUILD)/lib/$(m).a)
-	$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LDLIBS)
+	$(Q)$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LDLIBS)
 endef
 $(foreach t,$(TOOLS),$(eval $(call tool_rules,$(t))))
 

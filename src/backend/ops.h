@@ -6,8 +6,8 @@
  *
  * Rules that every backend keeps:
  *  - All buffers are made before the first step; nothing is allocated inside a step.
- *  - A row's result depends on that row alone (its own sequence, for attention), bit for bit: not on
- *    n_rows, not on its place, not on what else is in the step, not on how a prompt was cut into
+ *  - A row's result depends on that row alone (its own sequence, for attention), bit for bit: not
+ * on n_rows, not on its place, not on what else is in the step, not on how a prompt was cut into
  *    chunks. Every sum has an order fixed by the shapes of weights and the position.
  *  - Nothing an op should write is left unwritten; nothing unwritten is read.
  *  - Ops are issued in order on one stream; begin_step .. sample .. fetch form a step.
@@ -23,7 +23,8 @@
 #include "comm/comm.h"
 #include "gguf/gguf.h"
 
-/* ---- settings ---------------------------------------------------------------------------------- */
+/* ---- settings ----------------------------------------------------------------------------------
+ */
 
 typedef enum bg_compute {
     BG_COMPUTE_NATIVE, /* the backend's fast arithmetic (CPU: activations in 8 bits) */
@@ -47,7 +48,8 @@ typedef struct bg_backend_config {
     const char *isa; /* CPU: NULL = best; "plain", "avx2", "avx512", "avx512vnni": force (tests) */
 } bg_backend_config;
 
-/* ---- objects ------------------------------------------------------------------------------------ */
+/* ---- objects ------------------------------------------------------------------------------------
+ */
 
 /* Activations: [max_rows, cols], in the backend's element type (CPU: float32). */
 typedef struct bg_act {
@@ -73,11 +75,13 @@ typedef struct bg_linear_part {
     const void *data;
     int64_t k_total, n_total;
     int64_t row0, n_rows; /* n_rows may be 0: this rank has none */
-    int64_t col0, n_cols; /* both multiples of the type's block; the same n_cols in all parts; may be 0 */
-    const float *bias;    /* n_rows values for these rows, or NULL; copied */
+    int64_t col0,
+        n_cols; /* both multiples of the type's block; the same n_cols in all parts; may be 0 */
+    const float *bias; /* n_rows values for these rows, or NULL; copied */
 } bg_linear_part;
 
-/* Parts are in canonical order (q,k,v; gate,up): output columns of part 0 first, then part 1, ... */
+/* Parts are in canonical order (q,k,v; gate,up): output columns of part 0 first, then part 1, ...
+ */
 typedef struct bg_linear_spec {
     const char *name; /* "blk.3.attn_qkv" */
     int n_parts;
@@ -87,7 +91,8 @@ typedef struct bg_linear_spec {
 /* A token embedding table: [vocab, d] rows in GGUF blocks, looked up by id. Replicated. */
 typedef struct bg_embedding bg_embedding;
 
-/* The KV cache of one rank: [n_layers, n_blocks, n_kv_heads, block_tokens, head_dim] for K and V. */
+/* The KV cache of one rank: [n_layers, n_blocks, n_kv_heads, block_tokens, head_dim] for K and V.
+ */
 typedef struct bg_cache_spec {
     int n_layers, n_blocks, block_tokens; /* block 0 is scratch */
     int n_kv_heads;                       /* of this rank; may be 0 */
@@ -120,14 +125,15 @@ typedef struct bg_attn {
     int group;               /* global n_heads / n_kv_heads: head h reads KV head h / group */
     int head_dim, v_dim;
     float scale;
-    float softcap;      /* 0: none */
-    int window;         /* 0: none; else a query at p sees keys j with p - j < window */
+    float softcap;       /* 0: none */
+    int window;          /* 0: none; else a query at p sees keys j with p - j < window */
     const bg_vec *sinks; /* NULL: none; else one per local head */
 } bg_attn;
 
 typedef enum bg_act_fn { BG_SILU, BG_GELU_TANH, BG_GELU_ERF } bg_act_fn;
 
-/* ---- sampling --------------------------------------------------------------------------------- */
+/* ---- sampling ---------------------------------------------------------------------------------
+ */
 
 enum { BG_MAX_TOP_LOGPROBS = 20 };
 
@@ -143,19 +149,20 @@ typedef struct bg_logit_bias {
  * order, ties kept by lower id; then Gumbel-max with bg_sample_word(seed, n_generated, id).
  * temperature 0: the first largest logit after penalties. */
 typedef struct bg_sampling {
-    float temperature;         /* 0: greedy */
-    int32_t top_k;             /* 0: off */
-    float top_p;               /* 1: off */
-    float min_p;               /* 0: off */
-    float repetition_penalty;  /* 1: off */
+    float temperature;                         /* 0: greedy */
+    int32_t top_k;                             /* 0: off */
+    float top_p;                               /* 1: off */
+    float min_p;                               /* 0: off */
+    float repetition_penalty;                  /* 1: off */
     float presence_penalty, frequency_penalty; /* 0: off */
-    int32_t n_logprobs;        /* -1: none; else the chosen token's and this many best, <= 20 */
+    int32_t n_logprobs; /* -1: none; else the chosen token's and this many best, <= 20 */
     int32_t min_tokens;
     uint64_t seed;
     int32_t n_bias;
     const bg_logit_bias *bias; /* n_bias entries */
     int32_t n_stop_ids;
-    const int32_t *stop_ids; /* ids banned until min_tokens: end-of-generation ids and the request's own */
+    const int32_t
+        *stop_ids; /* ids banned until min_tokens: end-of-generation ids and the request's own */
 } bg_sampling;
 
 typedef struct bg_top {
@@ -171,16 +178,17 @@ typedef struct bg_sampled {
     bg_top top[BG_MAX_TOP_LOGPROBS]; /* best first, ties by lower id */
 } bg_sampled;
 
-/* ---- a step ----------------------------------------------------------------------------------- */
+/* ---- a step -----------------------------------------------------------------------------------
+ */
 
-/* A slot is a seat of a sequence on the rank: its token history, sampling settings and random state.
- * The tokens of a step come from the slot's history, so the host need not know them: a decode row's
- * token may have been sampled one step before and never left the device. */
+/* A slot is a seat of a sequence on the rank: its token history, sampling settings and random
+ * state. The tokens of a step come from the slot's history, so the host need not know them: a
+ * decode row's token may have been sampled one step before and never left the device. */
 typedef struct bg_seq_step {
     int32_t slot;
-    int32_t pos0;      /* first position computed in this step */
-    int32_t n_tokens;  /* positions pos0 .. pos0 + n_tokens - 1 */
-    int32_t n_blocks;  /* entries in its block table: at least those that cover the last position */
+    int32_t pos0;     /* first position computed in this step */
+    int32_t n_tokens; /* positions pos0 .. pos0 + n_tokens - 1 */
+    int32_t n_blocks; /* entries in its block table: at least those that cover the last position */
     const int32_t *blocks;
     bool sample; /* the last row yields logits and a sampled token, appended to the history */
 } bg_seq_step;
@@ -191,7 +199,8 @@ typedef struct bg_batch {
     bool all_logits; /* every row yields logits (bench, goldens); no sampling then */
 } bg_batch;
 
-/* ---- the vtable --------------------------------------------------------------------------------- */
+/* ---- the vtable ---------------------------------------------------------------------------------
+ */
 
 typedef struct bg_backend bg_backend;
 
@@ -203,7 +212,8 @@ typedef struct bg_ops {
                          bg_error *err);
     bg_status (*vec_new)(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
                          bg_error *err);
-    bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec, bg_error *err);
+    bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
+                            bg_error *err);
     bg_status (*embedding_new)(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
     bg_status (*cache_new)(bg_backend *b, const bg_cache_spec *spec, bg_error *err);
 
@@ -214,7 +224,8 @@ typedef struct bg_ops {
     int (*n_rows)(const bg_backend *b); /* tokens in the step */
     int (*n_out)(const bg_backend *b);  /* rows that yield logits */
 
-    bg_status (*embed)(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err);
+    bg_status (*embed)(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
+                       bg_error *err);
     bg_status (*rms_norm)(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
                           int n_rows, bg_error *err);
     bg_status (*add)(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
@@ -226,11 +237,12 @@ typedef struct bg_ops {
                             bg_error *err);
     bg_status (*attention)(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
                            bg_error *err);
-    bg_status (*glu)(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err);
+    bg_status (*glu)(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
+                     bg_error *err);
     bg_status (*all_reduce)(bg_backend *b, bg_act *x, bg_error *err);
     bg_status (*gather_out)(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
-    bg_status (*logits)(bg_backend *b, const bg_linear *head, const bg_act *x, const int64_t *rank_rows,
-                        float softcap, bg_error *err);
+    bg_status (*logits)(bg_backend *b, const bg_linear *head, const bg_act *x,
+                        const int64_t *rank_rows, float softcap, bg_error *err);
     bg_status (*sample)(bg_backend *b, bg_error *err);
     bg_status (*fetch)(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
     bg_status (*fetch_logits)(bg_backend *b, float *out, bg_error *err);
@@ -258,44 +270,50 @@ struct bg_backend { /* the head of every backend's own struct */
 bg_status bg_cpu_backend_new(bg_backend **b, const bg_backend_config *config, bg_error *err);
 void bg_backend_free(bg_backend *b); /* NULL is allowed */
 
-/* ---- ops as models call them ---------------------------------------------------------------------
- * n_rows below is the step's token count unless given. `out` never overlaps an input unless said. */
+/* ---- ops as models call them
+ * --------------------------------------------------------------------- n_rows below is the step's
+ * token count unless given. `out` never overlaps an input unless said. */
 
 /* out[t,:] = scale * E[token of row t] */
-bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err);
-/* out[t,i] = x[t,i] / sqrt(mean_j x[t,j]^2 + eps) * w[i] for n_rows rows (the step's tokens, or n_out
- * after gather_out). out == x allowed. */
+bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
+                      bg_error *err);
+/* out[t,i] = x[t,i] / sqrt(mean_j x[t,j]^2 + eps) * w[i] for n_rows rows (the step's tokens, or
+ * n_out after gather_out). out == x allowed. */
 bg_status bg_op_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
                          int n_rows, bg_error *err);
 /* x += y */
 bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
 /* x += y; out = rms_norm(x) */
-bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y, const bg_vec *w,
-                             float eps, bg_error *err);
-/* out[t, 0..N) = x[t, 0..K) W^T + bias, N the sum of the parts' rows; out.cols >= N, x.cols >= K, rows
- * strided by cols. n_cols == 0: out = bias or 0. */
+bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                             const bg_vec *w, float eps, bg_error *err);
+/* out[t, 0..N) = x[t, 0..K) W^T + bias, N the sum of the parts' rows; out.cols >= N, x.cols >= K,
+ * rows strided by cols. n_cols == 0: out = bias or 0. */
 bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
                        bg_error *err);
-/* qkv[t] = q heads, k heads, v heads (this rank's). Writes K and V of every row at its position into
- * the cache and the rotated q into q_out [t, n_heads*head_dim]. */
+/* qkv[t] = q heads, k heads, v heads (this rank's). Writes K and V of every row at its position
+ * into the cache and the rotated q into q_out [t, n_heads*head_dim]. */
 bg_status bg_op_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
                            bg_error *err);
 /* Causal attention over the cache (this step's own keys were stored before):
  * out[t, h*v_dim..] = sum_j softmax_j(scale * q.k_j [softcap]) v_j. Float32 arithmetic. */
-bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p, bg_error *err);
+bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                          bg_error *err);
 /* out[t,i] = fn(gate_up[t,i]) * gate_up[t, F+i], F = out.cols (this rank's) */
 bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err);
 /* Sum over the replica's ranks, in rank order; nothing to do without a comm. */
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
 /* out[j,:] = x[row of output j,:] for the n_out rows that yield logits */
 bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
-/* logits[n_out, vocab] = x head^T; head holds this rank's rank_rows[rank] rows of the vocabulary (NULL: all of them);
- * gathered over ranks in rank order; softcap as in attention (0: none). Kept by the backend. */
+/* logits[n_out, vocab] = x head^T; head holds this rank's rank_rows[rank] rows of the vocabulary
+ * (NULL: all of them); gathered over ranks in rank order; softcap as in attention (0: none). Kept
+ * by the backend. */
 bg_status bg_op_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
                        const int64_t *rank_rows, float softcap, bg_error *err);
-/* Samples each out row for its slot (settings: bg_sampling) and appends it to the slot's history. */
+/* Samples each out row for its slot (settings: bg_sampling) and appends it to the slot's history.
+ */
 bg_status bg_op_sample(bg_backend *b, bg_error *err);
-/* The step's sampled tokens in the order of its sequences: waits for them. out has max_out places. */
+/* The step's sampled tokens in the order of its sequences: waits for them. out has max_out places.
+ */
 bg_status bg_op_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
 /* The step's logits, n_out * vocab floats. */
 bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err);

@@ -18,7 +18,8 @@ bool bg_buf_reserve(bg_buf *b, size_t extra)
     size_t need = b->len + extra + 1;
     if (need <= b->cap) return true;
     size_t cap = b->cap ? b->cap : 64;
-    while (cap < need) cap += cap / 2 + 32;
+    while (cap < need)
+        cap += cap / 2 + 32;
     char *p = realloc(b->data, cap);
     if (!p) {
         b->failed = true;
@@ -101,13 +102,26 @@ void bg_buf_json(bg_buf *b, const char *s, size_t n)
         if (escape) {
             bg_buf_add(b, s + plain, i - plain);
             switch (cp) {
-            case BG_UTF8_BAD: bg_buf_str(b, "\xef\xbf\xbd"); break;
-            case '"': bg_buf_str(b, "\\\""); break;
-            case '\\': bg_buf_str(b, "\\\\"); break;
-            case '\n': bg_buf_str(b, "\\n"); break;
-            case '\r': bg_buf_str(b, "\\r"); break;
-            case '\t': bg_buf_str(b, "\\t"); break;
-            default: bg_buf_printf(b, "\\u%04x", (unsigned)cp);
+            case BG_UTF8_BAD:
+                bg_buf_str(b, "\xef\xbf\xbd");
+                break;
+            case '"':
+                bg_buf_str(b, "\\\"");
+                break;
+            case '\\':
+                bg_buf_str(b, "\\\\");
+                break;
+            case '\n':
+                bg_buf_str(b, "\\n");
+                break;
+            case '\r':
+                bg_buf_str(b, "\\r");
+                break;
+            case '\t':
+                bg_buf_str(b, "\\t");
+                break;
+            default:
+                bg_buf_printf(b, "\\u%04x", (unsigned)cp);
             }
             plain = i + len;
         }

@@ -40,8 +40,7 @@ bg_status bg_wrap(bg_error *err, const char *fmt, ...)
     int n = vsnprintf(err->text, sizeof err->text, fmt, ap);
     va_end(ap);
     if (n < 0) n = 0;
-    if (n < BG_ERROR_TEXT)
-        n += snprintf(err->text + n, sizeof err->text - (size_t)n, ": %s", old);
+    if (n < BG_ERROR_TEXT) n += snprintf(err->text + n, sizeof err->text - (size_t)n, ": %s", old);
     if (n >= BG_ERROR_TEXT) end_in_dots(err->text);
     return err->status;
 }

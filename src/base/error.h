@@ -34,7 +34,8 @@ bg_status bg_fail_at(bg_error *err, bg_status st, int os, const char *file, int 
 #define bg_fail(err, st, ...) bg_fail_at((err), (st), 0, __FILE__, __LINE__, __VA_ARGS__)
 #define bg_fail_os(err, ...)  bg_fail_at((err), BG_IO, errno, __FILE__, __LINE__, __VA_ARGS__)
 
-/* Puts "prefix: " in front of the text: a name that the callee could not know. Returns the status. */
+/* Puts "prefix: " in front of the text: a name that the callee could not know. Returns the status.
+ */
 bg_status bg_wrap(bg_error *err, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 const char *bg_status_name(bg_status st); /* "BG_NOMEM" ... */

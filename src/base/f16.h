@@ -48,7 +48,8 @@ static inline uint16_t bg_f32_to_f16(float f)
     u &= 0x7fffffffu;
     if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or more: inf */
-    if (u < 0x38800000u) { /* below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits */
+    if (u <
+        0x38800000u) { /* below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits */
         uint32_t r = bg_f32_bits(bg_f32_from_bits(u) + 0.5f) - 0x3f000000u;
         return (uint16_t)(sign | r);
     }

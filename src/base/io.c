@@ -54,8 +54,8 @@ bg_status bg_read_full(int fd, void *data, size_t n, size_t *got, const char *na
     return BG_OK;
 }
 
-bg_status bg_pread_full(int fd, void *data, size_t n, int64_t offset, size_t *got,
-                        const char *name, bg_error *err)
+bg_status bg_pread_full(int fd, void *data, size_t n, int64_t offset, size_t *got, const char *name,
+                        bg_error *err)
 {
     char *p = data;
     *got = 0;

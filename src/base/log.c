@@ -57,7 +57,8 @@ void bg_log_at(bg_log *log, bg_log_level level, const char *fmt, ...)
     bg_buf b = {0};
     bg_buf_printf(&b, "ts=%s level=%s msg=", ts, names[level]);
     size_t n = 0;
-    while (text[n]) n++;
+    while (text[n])
+        n++;
     bg_buf_json(&b, text, n);
     bg_buf_char(&b, '\n');
     if (!b.failed) {

@@ -2,7 +2,8 @@
  *
  *     ts=2026-11-29T17:00:00.123Z level=warn msg="..." key=value
  *
- * A handle is passed to whoever may log; NULL is allowed and silent. Prompt text is never logged. */
+ * A handle is passed to whoever may log; NULL is allowed and silent. Prompt text is never logged.
+ */
 #ifndef BG_BASE_LOG_H
 #define BG_BASE_LOG_H
 

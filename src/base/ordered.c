@@ -129,7 +129,8 @@ void bg_ordered_free(bg_ordered *o, void (*drop)(void *item))
 {
     if (!o) return;
     bg_ordered_stop(o);
-    for (int i = 0; i < o->n_threads; i++) pthread_join(o->threads[i], NULL);
+    for (int i = 0; i < o->n_threads; i++)
+        pthread_join(o->threads[i], NULL);
     for (; drop && o->popped < o->pushed; o->popped++)
         drop(o->slots[o->popped % o->window].item);
     pthread_cond_destroy(&o->has_room);

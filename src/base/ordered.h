@@ -1,5 +1,5 @@
-/* base/ordered.h - a parallel map that keeps its order: items go in, worker threads transform them at
- * the same time, and they come out in the order they went in. At most `window` items are inside.
+/* base/ordered.h - a parallel map that keeps its order: items go in, worker threads transform them
+ * at the same time, and they come out in the order they went in. At most `window` items are inside.
  * One producer, one consumer. */
 #ifndef BG_BASE_ORDERED_H
 #define BG_BASE_ORDERED_H

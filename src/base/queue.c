@@ -39,7 +39,8 @@ void bg_queue_free(bg_queue *q)
 bool bg_queue_push(bg_queue *q, void *item)
 {
     pthread_mutex_lock(&q->lock);
-    while (q->len == q->capacity && !q->closed) pthread_cond_wait(&q->not_full, &q->lock);
+    while (q->len == q->capacity && !q->closed)
+        pthread_cond_wait(&q->not_full, &q->lock);
     bool ok = !q->closed;
     if (ok) {
         q->items[(q->head + q->len++) % q->capacity] = item;
@@ -62,7 +63,8 @@ static void *take(bg_queue *q) /* locked */
 void *bg_queue_pop(bg_queue *q)
 {
     pthread_mutex_lock(&q->lock);
-    while (!q->len && !q->closed) pthread_cond_wait(&q->not_empty, &q->lock);
+    while (!q->len && !q->closed)
+        pthread_cond_wait(&q->not_empty, &q->lock);
     void *item = take(q);
     pthread_mutex_unlock(&q->lock);
     return item;

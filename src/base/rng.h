@@ -1,6 +1,6 @@
-/* base/rng.h - counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel Random Numbers:
- * As Easy as 1, 2, 3", SC 2011). A number is a function of (seed, counter) only, so results do not
- * depend on batch, order, backend or rank. */
+/* base/rng.h - counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel Random
+ * Numbers: As Easy as 1, 2, 3", SC 2011). A number is a function of (seed, counter) only, so
+ * results do not depend on batch, order, backend or rank. */
 #ifndef BG_BASE_RNG_H
 #define BG_BASE_RNG_H
 
@@ -13,8 +13,8 @@ typedef struct bg_philox {
 static inline bg_philox bg_philox4x32(uint64_t seed, uint64_t ctr_lo, uint64_t ctr_hi)
 {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    bg_philox c = {{(uint32_t)ctr_lo, (uint32_t)(ctr_lo >> 32), (uint32_t)ctr_hi,
-                    (uint32_t)(ctr_hi >> 32)}};
+    bg_philox c = {
+        {(uint32_t)ctr_lo, (uint32_t)(ctr_lo >> 32), (uint32_t)ctr_hi, (uint32_t)(ctr_hi >> 32)}};
     for (int i = 0; i < 10; i++) {
         uint64_t p0 = (uint64_t)0xD2511F53u * c.v[0], p1 = (uint64_t)0xCD9E8D57u * c.v[2];
         c = (bg_philox){{(uint32_t)(p1 >> 32) ^ c.v[1] ^ k0, (uint32_t)p1,

@@ -36,5 +36,9 @@ int bg_cmd_render(const bg_job *job);
 
 /* Prints "batchgen: text" and returns the exit status that fits. */
 int bg_report(const bg_error *err);
+/* The same where the model or a job file failed: bad data there is bad configuration. */
+int bg_report_config(const bg_error *err);
+/* The same where the output could not be opened. */
+int bg_report_output(const bg_error *err);
 
 #endif

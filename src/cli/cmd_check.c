@@ -45,7 +45,8 @@ static void print_counts(const bg_job *job, const bg_text_model *m, const bg_che
         return;
     }
     double good = (double)(n->records - n->bad);
-    printf("%lld prompt tokens, %.0f a record, longest %lld; up to %lld answer tokens in %lld choices\n",
+    printf("%lld prompt tokens, %.0f a record, longest %lld; up to %lld answer tokens in %lld "
+           "choices\n",
            (long long)n->prompt_tokens, good > 0 ? (double)n->prompt_tokens / good : 0,
            (long long)n->longest_prompt, (long long)n->answer_tokens, (long long)n->choices);
     printf("a result takes about 4 bytes of text a token: up to about ");
@@ -63,7 +64,7 @@ int bg_cmd_check(const bg_job *job)
         return bg_report(&err);
     }
     bool with_model = job->model != NULL;
-    if (with_model && bg_text_model_open(&model, job, &err)) return bg_report(&err);
+    if (with_model && bg_text_model_open(&model, job, &err)) return bg_report_config(&err);
     report c = {job, stdout};
     bg_status st = bg_check_input(job, with_model ? &model : NULL, &n, bad, &c, &err);
     if (!st && !job->quiet) print_counts(job, with_model ? &model : NULL, &n);

@@ -83,7 +83,8 @@ static void print_types(const bg_gguf *g)
         if (!count[i]) continue;
         char size[32];
         bg_format_bytes(bytes[i], size, sizeof size);
-        printf("  %-8s %5llu tensors %10s\n", bg_qtype_get(i)->name, (unsigned long long)count[i], size);
+        printf("  %-8s %5llu tensors %10s\n", bg_qtype_get(i)->name, (unsigned long long)count[i],
+               size);
     }
 }
 
@@ -92,19 +93,22 @@ static void print_plan(const bg_job *job, const bg_text_model *m, const bg_memor
     static const char *const cache[] = {"f16", "bf16", "f32"};
     const bg_desc *d = &m->desc;
     char a[32], b[32], c[32], t[32];
-    printf("\nShape: %s, %d layers, d_model %d, d_ff %d, %d heads, %d KV heads of %d, vocabulary %d%s\n",
+    printf("\nShape: %s, %d layers, d_model %d, d_ff %d, %d heads, %d KV heads of %d, vocabulary "
+           "%d%s\n",
            d->arch_name, d->n_layers, d->d_model, d->d_ff, d->n_heads, d->n_kv_heads, d->head_dim,
            d->vocab_size, d->tied ? ", tied output" : "");
     printf("       %.3g parameters, %.3g multiply-adds a token, trained for %d tokens%s\n",
            (double)d->n_params, (double)bg_macs_per_token(d), d->n_ctx_train,
            m->chat ? ", chat template" : ", no chat template");
     bg_format_bytes(p->kv_bytes_per_token, a, sizeof a);
-    printf("KV:    %s a token in %s; %d blocks of %d tokens = %lld tokens; context %d, %d sequences at most\n",
+    printf("KV:    %s a token in %s; %d blocks of %d tokens = %lld tokens; context %d, %d "
+           "sequences at most\n",
            a, cache[p->cache_type], p->n_blocks - 1, p->block_tokens,
            (long long)(p->n_blocks - 1) * p->block_tokens, p->max_model_len, p->max_num_seqs);
     bg_format_bytes(p->total, t, sizeof t);
     printf("\nPlan for %d rank%s: %s at most\n", p->tp, p->tp > 1 ? "s" : "", t);
-    puts("  rank   heads      KV heads   FFN columns      vocabulary rows      weights       KV      rest");
+    puts("  rank   heads      KV heads   FFN columns      vocabulary rows      weights       KV    "
+         "  rest");
     for (int r = 0; r < p->tp; r++) {
         bg_shard s;
         bg_error err = {0};
@@ -127,20 +131,21 @@ static void print_json(const bg_text_model *m, const bg_memory_plan *p)
         bg_shard s;
         bg_error err = {0};
         if (bg_shard_plan(&s, d, m->gguf, r, p->tp, &err)) continue;
-        json_array_append_new(
-            ranks, json_pack("{si si si si si si si sI sI sI}", "rank", r, "head0", s.head0, "n_heads",
-                             s.n_heads, "kv_head0", s.kv_head0, "n_kv_heads", s.n_kv_heads, "ff0", s.ff0,
-                             "n_ff", s.n_ff, "vocab0", (json_int_t)s.vocab0, "n_vocab",
-                             (json_int_t)s.n_vocab, "weight_bytes", (json_int_t)s.weight_bytes));
+        json_array_append_new(ranks, json_pack("{si si si si si si si sI sI sI}", "rank", r,
+                                               "head0", s.head0, "n_heads", s.n_heads, "kv_head0",
+                                               s.kv_head0, "n_kv_heads", s.n_kv_heads, "ff0", s.ff0,
+                                               "n_ff", s.n_ff, "vocab0", (json_int_t)s.vocab0,
+                                               "n_vocab", (json_int_t)s.n_vocab, "weight_bytes",
+                                               (json_int_t)s.weight_bytes));
     }
     json_t *o = json_pack(
-        "{ss ss ss si si si si si si si si sI sI sI sI si si so}", "model", m->name, "arch", d->arch_name,
-        "fingerprint", m->fingerprint, "n_layers", d->n_layers, "d_model", d->d_model, "d_ff", d->d_ff,
-        "n_heads", d->n_heads, "n_kv_heads", d->n_kv_heads, "head_dim", d->head_dim, "vocab_size",
-        d->vocab_size, "n_ctx_train", d->n_ctx_train, "n_params", (json_int_t)d->n_params, "weight_bytes",
-        (json_int_t)d->weight_bytes, "kv_bytes_per_token", (json_int_t)p->kv_bytes_per_token,
-        "total_bytes", (json_int_t)p->total, "max_model_len", p->max_model_len, "n_blocks", p->n_blocks,
-        "ranks", ranks);
+        "{ss ss ss si si si si si si si si sI sI sI sI si si so}", "model", m->name, "arch",
+        d->arch_name, "fingerprint", m->fingerprint, "n_layers", d->n_layers, "d_model", d->d_model,
+        "d_ff", d->d_ff, "n_heads", d->n_heads, "n_kv_heads", d->n_kv_heads, "head_dim",
+        d->head_dim, "vocab_size", d->vocab_size, "n_ctx_train", d->n_ctx_train, "n_params",
+        (json_int_t)d->n_params, "weight_bytes", (json_int_t)d->weight_bytes, "kv_bytes_per_token",
+        (json_int_t)p->kv_bytes_per_token, "total_bytes", (json_int_t)p->total, "max_model_len",
+        p->max_model_len, "n_blocks", p->n_blocks, "ranks", ranks);
     if (o) json_dumpf(o, stdout, JSON_INDENT(2));
     putchar('\n');
     json_decref(o);
@@ -151,14 +156,14 @@ static int inspect_file(const bg_job *job, const bg_error *why)
 {
     bg_gguf *g;
     bg_error err = {0};
-    if (!job->model || bg_gguf_open(&g, job->model, &err)) return bg_report(why);
+    if (!job->model || bg_gguf_open(&g, job->model, &err)) return bg_report_config(why);
     if (!job->json && !job->quiet) {
         print_metadata(g);
         print_tensors(g);
         print_types(g);
     }
     bg_gguf_close(g);
-    return bg_report(why);
+    return bg_report_config(why);
 }
 
 int bg_cmd_inspect(const bg_job *job)

@@ -10,7 +10,8 @@
 static void print_ids(const bg_job *job, const bg_text_model *m, const bg_ids *ids)
 {
     if (job->ids) {
-        for (size_t i = 0; i < ids->n; i++) printf("%s%d", i ? " " : "", ids->v[i]);
+        for (size_t i = 0; i < ids->n; i++)
+            printf("%s%d", i ? " " : "", ids->v[i]);
         putchar('\n');
         return;
     }
@@ -42,7 +43,7 @@ int bg_cmd_tokenize(const bg_job *job)
 {
     bg_error err = {0};
     bg_text_model m;
-    if (bg_text_model_open(&m, job, &err)) return bg_report(&err);
+    if (bg_text_model_open(&m, job, &err)) return bg_report_config(&err);
     bg_buf in = {0};
     bg_ids ids = {0};
     bg_status st = BG_OK;
@@ -94,7 +95,7 @@ int bg_cmd_render(const bg_job *job)
         bg_fail(&err, BG_ARG, "no input: name a JSONL file, or - for standard input");
         return bg_report(&err);
     }
-    if (bg_text_model_open(&m, job, &err)) return bg_report(&err);
+    if (bg_text_model_open(&m, job, &err)) return bg_report_config(&err);
     bool all_good = true;
     const bg_feed_config fc = {.job = job, .model = &m};
     bg_feed *f = NULL;

@@ -5,18 +5,25 @@
 static int code_of(const bg_error *err)
 {
     switch (err->status) {
-    case BG_OK: return BG_EXIT_OK;
-    case BG_NOMEM: return BG_EXIT_SOFTWARE;
+    case BG_OK:
+        return BG_EXIT_OK;
+    case BG_NOMEM:
+        return BG_EXIT_SOFTWARE;
     case BG_IO:
         if (err->os == ENOENT || err->os == EISDIR) return BG_EXIT_NO_INPUT;
         if (err->os == EACCES || err->os == EPERM || err->os == EROFS || err->os == ENOTDIR)
             return BG_EXIT_CANT_CREATE;
         return BG_EXIT_IO;
-    case BG_FORMAT: return BG_EXIT_DATA;
-    case BG_ARG: return BG_EXIT_USAGE;
-    case BG_BUSY: return BG_EXIT_AGAIN;
-    case BG_DEVICE: return BG_EXIT_DEVICE;
-    case BG_INTERNAL: return BG_EXIT_SOFTWARE;
+    case BG_FORMAT:
+        return BG_EXIT_DATA;
+    case BG_ARG:
+        return BG_EXIT_USAGE;
+    case BG_BUSY:
+        return BG_EXIT_AGAIN;
+    case BG_DEVICE:
+        return BG_EXIT_DEVICE;
+    case BG_INTERNAL:
+        return BG_EXIT_SOFTWARE;
     }
     return BG_EXIT_SOFTWARE;
 }
@@ -29,4 +36,16 @@ int bg_report(const bg_error *err)
         fprintf(stderr, "batchgen: this is a bug (%s:%d); please report it with the command\n",
                 err->file, err->line);
     return code_of(err);
+}
+
+int bg_report_config(const bg_error *err)
+{
+    int code = bg_report(err);
+    return err->status == BG_FORMAT ? BG_EXIT_CONFIG : code;
+}
+
+int bg_report_output(const bg_error *err)
+{
+    int code = bg_report(err);
+    return code == BG_EXIT_NO_INPUT ? BG_EXIT_CANT_CREATE : code;
 }

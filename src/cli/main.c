@@ -6,22 +6,24 @@
 #include "cli/cli.h"
 
 static const bg_command commands[] = {
-    {"run", BG_CMD_RUN, "INPUT... -o OUTPUT -m MODEL", "generate for every line; resumes what was started",
-     bg_cmd_run,
+    {"run", BG_CMD_RUN, "INPUT... -o OUTPUT -m MODEL",
+     "generate for every line; resumes what was started", bg_cmd_run,
      "Start the same command again after any stop, kill or crash: it goes on where it was.\n"
      "Every option can stand in the environment (BATCHGEN_MAX_NUM_SEQS=32), in a job file or in\n"
      "the user's config file; flag > environment > job file > config file.\n\n"
      "Exit status: 0 all records done; 1 done, some have error results; 64 usage; 65 bad data;\n"
      "66 no input; 69 a rank failed for good; 73 cannot create; 74 I/O error, disk full;\n"
      "75 not finished, start again; 78 bad configuration or model.\n"},
-    {"check", BG_CMD_CHECK, "INPUT... [-m MODEL]", "list all bad lines, count tokens, estimate; runs nothing",
-     bg_cmd_check, "Exit status: 0 all lines are good, 65 some are bad.\n"},
+    {"check", BG_CMD_CHECK, "INPUT... [-m MODEL]",
+     "list all bad lines, count tokens, estimate; runs nothing", bg_cmd_check,
+     "Exit status: 0 all lines are good, 65 some are bad.\n"},
     {"inspect", BG_CMD_INSPECT, "MODEL", "show a model's metadata, tensors, memory and TP plan",
      bg_cmd_inspect, NULL},
-    {"bench", BG_CMD_BENCH, "-m MODEL", "measure prefill and decode rates, time by op", bg_cmd_bench, NULL},
+    {"bench", BG_CMD_BENCH, "-m MODEL", "measure prefill and decode rates, time by op",
+     bg_cmd_bench, NULL},
     {"tokenize", BG_CMD_TOKENIZE, "-m MODEL [TEXT]", "text to token ids", bg_cmd_tokenize, NULL},
-    {"render", BG_CMD_RENDER, "INPUT -m MODEL", "messages to prompt text, through the chat template",
-     bg_cmd_render, NULL},
+    {"render", BG_CMD_RENDER, "INPUT -m MODEL",
+     "messages to prompt text, through the chat template", bg_cmd_render, NULL},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -31,7 +33,8 @@ static void usage(FILE *out)
           "  batchgen run prompts.jsonl -o out.jsonl.lz4 -m model.gguf\n\nCommands:\n",
           out);
     for (int i = 0; i < N_COMMANDS; i++)
-        fprintf(out, "  %-10s %-30s %s\n", commands[i].name, commands[i].arguments, commands[i].help);
+        fprintf(out, "  %-10s %-30s %s\n", commands[i].name, commands[i].arguments,
+                commands[i].help);
     fputs("\nbatchgen COMMAND --help shows a command's options.\n", out);
 }
 
@@ -73,8 +76,7 @@ int main(int argc, char **argv)
         bg_job_init(&job);
         int code;
         if (bg_job_resolve(&job, c->bit, argc - 2, argv + 2, environ, &err)) {
-            code = bg_report(&err);
-            if (err.status == BG_FORMAT) code = BG_EXIT_CONFIG; /* a job or config file */
+            code = bg_report_config(&err);
         } else if (job.help) {
             help(c);
             code = 0;

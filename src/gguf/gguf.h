@@ -3,8 +3,9 @@
  * A bg_gguf is one model: one file, or all parts of a split one, mapped read-only. A GGUF is
  * untrusted: every count, offset and size is checked against the file before it is used, and memory
  * taken while parsing is bounded by the file's size. After a successful open every string, array
- * and tensor below lies wholly inside its mapping. Source: the GGUF v2/v3 format (ggml docs/gguf.md).
- * Threads: read-only after open; any number of readers. A mapping may be used after fork(). */
+ * and tensor below lies wholly inside its mapping. Source: the GGUF v2/v3 format (ggml
+ * docs/gguf.md). Threads: read-only after open; any number of readers. A mapping may be used after
+ * fork(). */
 #ifndef BG_GGUF_GGUF_H
 #define BG_GGUF_GGUF_H
 
@@ -17,12 +18,41 @@
 /* ---- quant types (ids as stored in files) ------------------------------------------------- */
 
 typedef enum bg_qtype {
-    BG_F32 = 0, BG_F16 = 1, BG_Q4_0 = 2, BG_Q4_1 = 3, BG_Q5_0 = 6, BG_Q5_1 = 7, BG_Q8_0 = 8,
-    BG_Q8_1 = 9, BG_Q2_K = 10, BG_Q3_K = 11, BG_Q4_K = 12, BG_Q5_K = 13, BG_Q6_K = 14, BG_Q8_K = 15,
-    BG_IQ2_XXS = 16, BG_IQ2_XS = 17, BG_IQ3_XXS = 18, BG_IQ1_S = 19, BG_IQ4_NL = 20, BG_IQ3_S = 21,
-    BG_IQ2_S = 22, BG_IQ4_XS = 23, BG_I8 = 24, BG_I16 = 25, BG_I32 = 26, BG_I64 = 27, BG_F64 = 28,
-    BG_IQ1_M = 29, BG_BF16 = 30, BG_TQ1_0 = 34, BG_TQ2_0 = 35, BG_MXFP4 = 39, BG_NVFP4 = 40,
-    BG_Q1_0 = 41, BG_Q2_0 = 42,
+    BG_F32 = 0,
+    BG_F16 = 1,
+    BG_Q4_0 = 2,
+    BG_Q4_1 = 3,
+    BG_Q5_0 = 6,
+    BG_Q5_1 = 7,
+    BG_Q8_0 = 8,
+    BG_Q8_1 = 9,
+    BG_Q2_K = 10,
+    BG_Q3_K = 11,
+    BG_Q4_K = 12,
+    BG_Q5_K = 13,
+    BG_Q6_K = 14,
+    BG_Q8_K = 15,
+    BG_IQ2_XXS = 16,
+    BG_IQ2_XS = 17,
+    BG_IQ3_XXS = 18,
+    BG_IQ1_S = 19,
+    BG_IQ4_NL = 20,
+    BG_IQ3_S = 21,
+    BG_IQ2_S = 22,
+    BG_IQ4_XS = 23,
+    BG_I8 = 24,
+    BG_I16 = 25,
+    BG_I32 = 26,
+    BG_I64 = 27,
+    BG_F64 = 28,
+    BG_IQ1_M = 29,
+    BG_BF16 = 30,
+    BG_TQ1_0 = 34,
+    BG_TQ2_0 = 35,
+    BG_MXFP4 = 39,
+    BG_NVFP4 = 40,
+    BG_Q1_0 = 41,
+    BG_Q2_0 = 42,
     BG_QTYPE_COUNT = 64 /* ids from here on are unknown */
 } bg_qtype;
 
@@ -61,8 +91,8 @@ typedef struct bg_tensor {
     int64_t ne[4];    /* ne[0] is contiguous; unused dims are 1 */
     const void *data; /* in the mapping of part `part` */
     size_t bytes;
-    int32_t part;        /* file of a split model, from 0 */
-    uint64_t offset;     /* of data from the start of that file */
+    int32_t part;    /* file of a split model, from 0 */
+    uint64_t offset; /* of data from the start of that file */
 } bg_tensor;
 
 /* Opens the model at path; any part of a split model opens them all (parts must be complete and
@@ -90,8 +120,19 @@ const bg_tensor *bg_gguf_find_tensor(const bg_gguf *g, const char *name); /* NUL
 /* ---- metadata: lookups by key. Integers of any width and sign are read into int64. --------- */
 
 typedef enum bg_kv_type {
-    BG_KV_U8, BG_KV_I8, BG_KV_U16, BG_KV_I16, BG_KV_U32, BG_KV_I32, BG_KV_F32, BG_KV_BOOL,
-    BG_KV_STR, BG_KV_ARR, BG_KV_U64, BG_KV_I64, BG_KV_F64
+    BG_KV_U8,
+    BG_KV_I8,
+    BG_KV_U16,
+    BG_KV_I16,
+    BG_KV_U32,
+    BG_KV_I32,
+    BG_KV_F32,
+    BG_KV_BOOL,
+    BG_KV_STR,
+    BG_KV_ARR,
+    BG_KV_U64,
+    BG_KV_I64,
+    BG_KV_F64
 } bg_kv_type;
 
 typedef struct bg_kv {
@@ -108,16 +149,19 @@ const bg_kv *bg_gguf_kv(const bg_gguf *g, int64_t i);
 const bg_kv *bg_gguf_find(const bg_gguf *g, const char *key); /* NULL: absent */
 
 /* Value i of a scalar (i = 0) or array, converted. False: out of range or of another kind. */
-bool bg_kv_int(const bg_kv *kv, uint64_t i, int64_t *v); /* any integer type, or bool as 0/1 */
+bool bg_kv_int(const bg_kv *kv, uint64_t i, int64_t *v);  /* any integer type, or bool as 0/1 */
 bool bg_kv_float(const bg_kv *kv, uint64_t i, double *v); /* F32, F64 or any integer */
 bool bg_kv_bool(const bg_kv *kv, uint64_t i, bool *v);    /* BOOL only */
 bool bg_kv_str(const bg_kv *kv, uint64_t i, bg_str *v);
 
 /* Scalars with a default for an absent key. A key of the wrong kind: BG_FORMAT, naming it. */
-bg_status bg_gguf_get_int(const bg_gguf *g, const char *key, int64_t def, int64_t *v, bg_error *err);
-bg_status bg_gguf_get_float(const bg_gguf *g, const char *key, double def, double *v, bg_error *err);
+bg_status bg_gguf_get_int(const bg_gguf *g, const char *key, int64_t def, int64_t *v,
+                          bg_error *err);
+bg_status bg_gguf_get_float(const bg_gguf *g, const char *key, double def, double *v,
+                            bg_error *err);
 bg_status bg_gguf_get_bool(const bg_gguf *g, const char *key, bool def, bool *v, bg_error *err);
-bg_status bg_gguf_get_str(const bg_gguf *g, const char *key, bg_str *v, bg_error *err); /* n=0 absent */
+bg_status bg_gguf_get_str(const bg_gguf *g, const char *key, bg_str *v,
+                          bg_error *err); /* n=0 absent */
 
 /* ---- writing ------------------------------------------------------------------------------- */
 
@@ -134,7 +178,8 @@ void bg_gguf_put_f32(bg_gguf_writer *w, const char *key, float v);
 void bg_gguf_put_bool(bg_gguf_writer *w, const char *key, bool v);
 void bg_gguf_put_str(bg_gguf_writer *w, const char *key, const char *s, size_t n);
 /* n values of an array; for strings, v is an array of bg_str, for numbers the packed values. */
-void bg_gguf_put_array(bg_gguf_writer *w, const char *key, bg_kv_type elem, const void *v, uint64_t n);
+void bg_gguf_put_array(bg_gguf_writer *w, const char *key, bg_kv_type elem, const void *v,
+                       uint64_t n);
 /* Announces a tensor; its data follows later, in the order of the announcements. */
 void bg_gguf_put_tensor(bg_gguf_writer *w, const char *name, uint32_t type, int n_dims,
                         const int64_t *ne);

@@ -12,7 +12,8 @@
 
 enum { PROBE_BYTES = 256 << 20, PROBE_RUNS = 3, MAX_THREADS = 256 };
 
-/* ---- the floor: how fast this machine reads memory now ------------------------------------------- */
+/* ---- the floor: how fast this machine reads memory now
+ * ------------------------------------------- */
 
 typedef struct probe {
     const uint64_t *data;
@@ -25,8 +26,10 @@ static void *read_all(void *p)
     probe *pr = p;
     uint64_t s[8] = {0};
     for (size_t i = 0; i + 8 <= pr->n; i += 8)
-        for (int k = 0; k < 8; k++) s[k] += pr->data[i + (size_t)k];
-    for (int k = 0; k < 8; k++) pr->sum += s[k];
+        for (int k = 0; k < 8; k++)
+            s[k] += pr->data[i + (size_t)k];
+    for (int k = 0; k < 8; k++)
+        pr->sum += s[k];
     return NULL;
 }
 
@@ -47,7 +50,8 @@ static double read_bandwidth(int threads)
             pr[n] = (probe){.data = (const uint64_t *)p + share * (size_t)n, .n = share};
             if (pthread_create(&t[n], NULL, read_all, &pr[n])) break;
         }
-        for (int i = 0; i < n; i++) pthread_join(t[i], NULL);
+        for (int i = 0; i < n; i++)
+            pthread_join(t[i], NULL);
         double rate = (double)(share * 8 * (size_t)n) / ((double)(bg_now_ns() - t0) * 1e-9);
         if (rate > best) best = rate;
     }
@@ -55,7 +59,8 @@ static double read_bandwidth(int threads)
     return best;
 }
 
-/* ---- one rank, in this process ---------------------------------------------------------------------- */
+/* ---- one rank, in this process
+ * ---------------------------------------------------------------------- */
 
 typedef struct rank {
     bg_backend *b;
@@ -93,12 +98,13 @@ static bg_status prefill(rank *r, int batch, int prompt, bg_error *err)
         int n_seqs = 0, room = r->max_step;
         while (seq < batch && room > 0) {
             int n = prompt - pos < room ? prompt - pos : room;
-            r->seqs[n_seqs++] = (bg_seq_step){.slot = seq,
-                                              .pos0 = pos,
-                                              .n_tokens = n,
-                                              .n_blocks = r->blocks_per_seq,
-                                              .blocks = r->blocks + (size_t)seq * (size_t)r->blocks_per_seq,
-                                              .sample = pos + n == prompt};
+            r->seqs[n_seqs++] =
+                (bg_seq_step){.slot = seq,
+                              .pos0 = pos,
+                              .n_tokens = n,
+                              .n_blocks = r->blocks_per_seq,
+                              .blocks = r->blocks + (size_t)seq * (size_t)r->blocks_per_seq,
+                              .sample = pos + n == prompt};
             room -= n;
             pos += n;
             if (pos == prompt) {
@@ -132,7 +138,8 @@ static bg_status seat_all(rank *r, int batch, int prompt, bg_error *err)
     const bg_sampling greedy = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1};
     bg_status st = BG_OK;
     for (int s = 0; !st && s < batch; s++) {
-        for (int i = 0; i < prompt; i++) r->tokens[i] = some_token(s * prompt + i, r->vocab);
+        for (int i = 0; i < prompt; i++)
+            r->tokens[i] = some_token(s * prompt + i, r->vocab);
         st = r->b->ops->slot_seat(r->b, s, &greedy, r->tokens, prompt, 0, err);
     }
     return st;
@@ -152,7 +159,8 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                            const bg_memory_plan *p, int max_batch, bg_error *err)
 {
     int len = b->prompt + b->gen + 1;
-    *r = (rank){.block_tokens = p->block_tokens, .max_step = p->max_step_tokens,
+    *r = (rank){.block_tokens = p->block_tokens,
+                .max_step = p->max_step_tokens,
                 .vocab = m->desc.vocab_size};
     r->blocks_per_seq = (len + p->block_tokens - 1) / p->block_tokens;
     size_t n_blocks = (size_t)r->blocks_per_seq * (size_t)max_batch;
@@ -162,7 +170,8 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
     r->out = calloc((size_t)max_batch, sizeof *r->out);
     if (!r->blocks || !r->tokens || !r->seqs || !r->out)
         return bg_fail(err, BG_NOMEM, "out of memory");
-    for (size_t i = 0; i < n_blocks; i++) r->blocks[i] = (int32_t)i + 1;
+    for (size_t i = 0; i < n_blocks; i++)
+        r->blocks[i] = (int32_t)i + 1;
     const bg_backend_config bc = {.compute = (bg_compute)job->compute,
                                   .n_threads = p->threads_per_rank,
                                   .first_cpu = job->pin_threads ? 0 : -1,
@@ -195,7 +204,8 @@ static bg_status measure(bg_bench *b, rank *r, int i, bg_error *err)
     if (i == b->n_rows - 1) memcpy(b->prefill_ns, r->b->op_ns, sizeof b->prefill_ns);
     memset(r->b->op_ns, 0, sizeof r->b->op_ns);
     if (!st) st = decode(r, row->batch, b->prompt, timed_gen, err);
-    for (int k = 0; k < BG_OP_KINDS; k++) b->decode_ns[i][k] = r->b->op_ns[k] / timed_gen;
+    for (int k = 0; k < BG_OP_KINDS; k++)
+        b->decode_ns[i][k] = r->b->op_ns[k] / timed_gen;
     r->b->profile = false;
     if (!st) st = seat_all(r, row->batch, b->prompt, err);
     int64_t t0 = bg_now_ns();
@@ -213,13 +223,15 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
     rank r;
     bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
     b->has_ops = true;
-    for (int i = 0; !st && i < b->n_rows; i++) st = measure(b, &r, i, err);
+    for (int i = 0; !st && i < b->n_rows; i++)
+        st = measure(b, &r, i, err);
     if (r.b) b->memory = r.b->ops->memory(r.b);
     rank_close(&r);
     return st;
 }
 
-/* ---- several ranks: through the engine ------------------------------------------------------------------ */
+/* ---- several ranks: through the engine
+ * ------------------------------------------------------------------ */
 
 typedef struct sink {
     atomic_int first; /* sequences that have their first token */
@@ -249,14 +261,16 @@ static bg_status submit_batch(bg_bench *b, bg_bench_row *row, bg_engine *e, sink
     atomic_store(&s->first, 0);
     int64_t t0 = bg_now_ns();
     for (int k = 0; !st && k < n; k++) {
-        for (int i = 0; i < b->prompt; i++) tokens[i] = some_token(k * b->prompt + i, vocab);
-        const bg_seq_spec spec = {.user = &seen[k],
-                                  .order = k,
-                                  .prompt = tokens,
-                                  .n_prompt = b->prompt,
-                                  .max_tokens = b->gen + 1,
-                                  .ignore_eos = true,
-                                  .sampling = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1}};
+        for (int i = 0; i < b->prompt; i++)
+            tokens[i] = some_token(k * b->prompt + i, vocab);
+        const bg_seq_spec spec = {
+            .user = &seen[k],
+            .order = k,
+            .prompt = tokens,
+            .n_prompt = b->prompt,
+            .max_tokens = b->gen + 1,
+            .ignore_eos = true,
+            .sampling = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1}};
         uint64_t seq;
         st = bg_engine_submit(e, &spec, &seq, err);
     }
@@ -293,7 +307,8 @@ static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *
     return st;
 }
 
-/* ---- the whole ------------------------------------------------------------------------------------------- */
+/* ---- the whole
+ * ------------------------------------------------------------------------------------------- */
 
 static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, bg_error *err)
 {
@@ -304,7 +319,8 @@ static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, b
             char *end;
             long v = strtol(s, &end, 10);
             if (end == s || v < 1 || v > 4096 || (*end && *end != ','))
-                return bg_fail(err, BG_ARG, "--batch: \"%s\": write numbers of 1 to 4096, as 1,8,32",
+                return bg_fail(err, BG_ARG,
+                               "--batch: \"%s\": write numbers of 1 to 4096, as 1,8,32",
                                job->batch.v[i]);
             if (b->n_rows == BG_BENCH_MAX)
                 return bg_fail(err, BG_ARG, "--batch: %d sizes at most", BG_BENCH_MAX);
@@ -313,7 +329,8 @@ static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, b
         }
     }
     if (!b->n_rows)
-        for (int i = 0; i < 3; i++) b->rows[b->n_rows++].batch = defaults[i];
+        for (int i = 0; i < 3; i++)
+            b->rows[b->n_rows++].batch = defaults[i];
     for (int i = 0; i < b->n_rows; i++)
         if (b->rows[i].batch > *max_batch) *max_batch = b->rows[i].batch;
     return BG_OK;
@@ -321,7 +338,8 @@ static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, b
 
 bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, bg_error *err)
 {
-    *b = (bg_bench){.prompt = (int)job->bench_prompt, .gen = (int)job->bench_tokens,
+    *b = (bg_bench){.prompt = (int)job->bench_prompt,
+                    .gen = (int)job->bench_tokens,
                     .weight_bytes = m->desc.weight_bytes};
     int max_batch;
     bg_status st = parse_batches(b, job, &max_batch, err);

@@ -10,8 +10,8 @@ typedef struct bg_bench_row {
     int batch;
     double prefill_s, decode_s;       /* of batch * prompt tokens; of batch * gen tokens */
     double prefill_rate, decode_rate; /* tokens/s */
-    double floor_share;               /* decode: time to read weights and KV once, over the step's time */
-    double gmacs;                     /* decode: multiply-adds of the weights, 1e9/s */
+    double floor_share; /* decode: time to read weights and KV once, over the step's time */
+    double gmacs;       /* decode: multiply-adds of the weights, 1e9/s */
 } bg_bench_row;
 
 typedef struct bg_bench {

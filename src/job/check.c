@@ -28,7 +28,8 @@ bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check
             n->prompt_tokens += len;
             if (len > n->longest_prompt) n->longest_prompt = len;
             n->answer_tokens +=
-                r->gen.n * (r->gen.max_tokens && r->gen.max_tokens < room ? r->gen.max_tokens : room);
+                r->gen.n *
+                (r->gen.max_tokens && r->gen.max_tokens < room ? r->gen.max_tokens : room);
         }
         bg_feed_item_free(item);
     }
@@ -55,7 +56,8 @@ static void print_bad(void *ctx, const bg_request *r)
     bg_check_print(s->out, s->job, r);
 }
 
-bg_status bg_check_strict(const bg_job *job, const bg_text_model *model, FILE *messages, bg_error *err)
+bg_status bg_check_strict(const bg_job *job, const bg_text_model *model, FILE *messages,
+                          bg_error *err)
 {
     strict_report s = {messages, job};
     bg_check_counts n;

@@ -15,7 +15,8 @@ typedef struct bg_check_counts {
 bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check_counts *counts,
                          void (*report)(void *ctx, const bg_request *r), void *ctx, bg_error *err);
 /* --strict: lists the bad lines on messages; BG_FORMAT if there is one. */
-bg_status bg_check_strict(const bg_job *job, const bg_text_model *model, FILE *messages, bg_error *err);
+bg_status bg_check_strict(const bg_job *job, const bg_text_model *model, FILE *messages,
+                          bg_error *err);
 /* "line 12: code: message (param)" */
 void bg_check_print(FILE *out, const bg_job *job, const bg_request *r);
 

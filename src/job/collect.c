@@ -24,8 +24,8 @@ typedef struct choice { /* one sequence of a record */
     int32_t stop_id;
     bg_detok *detok;
     bg_buf text;
-    bg_ids ids;         /* output tokens so far */
-    bg_sampled *infos;  /* one a token, when logprobs were asked for */
+    bg_ids ids;        /* output tokens so far */
+    bg_sampled *infos; /* one a token, when logprobs were asked for */
     size_t cap_infos;
 } choice;
 
@@ -37,7 +37,7 @@ struct record {
     int32_t *stop_ids;
     int n_choices, n_open, n_closed;
     bool written, failed;
-    char *refused; /* a submit's message */
+    char *refused;       /* a submit's message */
     record *prev, *next; /* of all records in flight */
 };
 
@@ -45,11 +45,11 @@ typedef enum message_kind { MSG_RECORD, MSG_EVENTS, MSG_REFUSED, MSG_END } messa
 
 typedef struct message {
     message_kind kind;
-    record *rec;        /* RECORD */
-    choice *ch;         /* REFUSED */
-    char *text;         /* REFUSED */
-    bool all_done;      /* END */
-    int n;              /* EVENTS */
+    record *rec;   /* RECORD */
+    choice *ch;    /* REFUSED */
+    char *text;    /* REFUSED */
+    bool all_done; /* END */
+    int n;         /* EVENTS */
     bg_token_event events[];
 } message;
 
@@ -68,7 +68,8 @@ struct bg_collect {
     bg_collect_counts counts;
 };
 
-/* ---- records ------------------------------------------------------------------------------------ */
+/* ---- records ------------------------------------------------------------------------------------
+ */
 
 static void record_free(record *r)
 {
@@ -88,8 +89,8 @@ static void record_free(record *r)
     free(r);
 }
 
-/* A record's stream of random numbers hangs on its id (or its number, when it has none), so that it does
- * not change with the order of the input. */
+/* A record's stream of random numbers hangs on its id (or its number, when it has none), so that it
+ * does not change with the order of the input. */
 static uint64_t choice_seed(const bg_collect *c, const bg_request *q, int prompt, int k)
 {
     uint64_t base;
@@ -110,8 +111,10 @@ static bool gather_ids(const bg_collect *c, record *r)
     r->stop_ids = malloc((n_eog + (size_t)q->n_stop_ids + 1) * sizeof *r->stop_ids);
     r->bias = malloc(((size_t)q->n_bias + 1) * sizeof *r->bias);
     if (!r->stop_ids || !r->bias) return false;
-    /* The request's own ids come first: they end a sequence; all of them are banned before min_tokens. */
-    for (int i = 0; i < q->n_stop_ids; i++) r->stop_ids[i] = q->stop_ids[i];
+    /* The request's own ids come first: they end a sequence; all of them are banned before
+     * min_tokens. */
+    for (int i = 0; i < q->n_stop_ids; i++)
+        r->stop_ids[i] = q->stop_ids[i];
     if (n_eog) memcpy(r->stop_ids + q->n_stop_ids, eog, n_eog * sizeof *eog);
     for (int i = 0; i < q->n_bias; i++)
         r->bias[i] = (bg_logit_bias){q->bias[i].token, q->bias[i].bias};
@@ -174,8 +177,8 @@ static bool init_choices(const bg_collect *c, record *r)
     for (int i = 0; i < r->n_choices; i++) {
         choice *ch = &r->choices[i];
         *ch = (choice){.rec = r, .index = i, .open = true, .stop_index = -1, .stop_id = -1};
-        ch->detok = bg_detok_new(c->c.model->vocab, (const char *const *)q->stops, (size_t)q->n_stops,
-                                 q->gen.include_stop, q->gen.show_special);
+        ch->detok = bg_detok_new(c->c.model->vocab, (const char *const *)q->stops,
+                                 (size_t)q->n_stops, q->gen.include_stop, q->gen.show_special);
         if (!ch->detok) return false;
         fill_spec(c, r, i);
         for (int k = 0; k < r->specs[i].n_regained; k++) {
@@ -213,8 +216,8 @@ bg_status bg_collect_announce(bg_collect *c, bg_feed_item *item, bg_seq_spec **s
         free(m);
         return bg_fail(err, BG_NOMEM, "line %lld: out of memory", (long long)line);
     }
-    /* Once sent, the record is the collector's; but it lives while sequences are open, and the caller
-     * submits each before it can end. */
+    /* Once sent, the record is the collector's; but it lives while sequences are open, and the
+     * caller submits each before it can end. */
     *specs = r->specs;
     *n_specs = r->specs ? r->n_choices : 0;
     *m = (message){.kind = MSG_RECORD, .rec = r};
@@ -256,7 +259,8 @@ void bg_collect_end(bg_collect *c, bool all_done)
     bg_queue_close(c->queue);
 }
 
-/* ---- results ------------------------------------------------------------------------------------- */
+/* ---- results
+ * ------------------------------------------------------------------------------------- */
 
 static bg_top_text token_text(const bg_collect *c, int32_t id, float logprob)
 {
@@ -269,16 +273,18 @@ static bool token_infos(const bg_collect *c, const choice *ch, bg_token_info **i
                         bg_top_text **tops)
 {
     size_t n = ch->ids.n, n_tops = 0;
-    for (size_t i = 0; i < n; i++) n_tops += (size_t)ch->infos[i].n_top;
+    for (size_t i = 0; i < n; i++)
+        n_tops += (size_t)ch->infos[i].n_top;
     *infos = calloc(n + 1, sizeof **infos);
     *tops = calloc(n_tops + 1, sizeof **tops);
     if (!*infos || !*tops) return false;
     bg_top_text *t = *tops;
     for (size_t i = 0; i < n; i++) {
         const bg_sampled *s = &ch->infos[i];
-        (*infos)[i] = (bg_token_info){.chosen = token_text(c, s->token, s->logprob), .top = t,
-                                      .n_top = s->n_top};
-        for (int k = 0; k < s->n_top; k++) *t++ = token_text(c, s->top[k].token, s->top[k].logprob);
+        (*infos)[i] = (bg_token_info){
+            .chosen = token_text(c, s->token, s->logprob), .top = t, .n_top = s->n_top};
+        for (int k = 0; k < s->n_top; k++)
+            *t++ = token_text(c, s->top[k].token, s->top[k].logprob);
     }
     return true;
 }
@@ -291,7 +297,8 @@ static bool echo_prompt(const bg_collect *c, const record *r, const choice *ch, 
     } else {
         bg_detok *d = bg_detok_new(c->c.model->vocab, NULL, 0, false, false);
         if (!d) return false;
-        for (size_t i = 0; i < r->item->ids[p].n; i++) bg_detok_add(d, r->item->ids[p].v[i], out);
+        for (size_t i = 0; i < r->item->ids[p].n; i++)
+            bg_detok_add(d, r->item->ids[p].v[i], out);
         bg_detok_finish(d, out);
         bg_detok_free(d);
     }
@@ -371,11 +378,11 @@ static void write_result(bg_collect *c, record *r)
         res.prompt_tokens += (int64_t)r->item->ids[i].n;
     bg_buf_clear(&c->line);
     if (ok) bg_result_line(&res, &c->line);
-    bg_status st = ok && !c->line.failed
-                       ? bg_writer_add(c->c.writer, res.record, c->line.data, c->line.len,
-                                       res.error_code != NULL, &e)
-                       : bg_fail(&e, BG_NOMEM, "line %lld: out of memory for the result",
-                                 (long long)res.line);
+    bg_status st =
+        ok && !c->line.failed
+            ? bg_writer_add(c->c.writer, res.record, c->line.data, c->line.len,
+                            res.error_code != NULL, &e)
+            : bg_fail(&e, BG_NOMEM, "line %lld: out of memory for the result", (long long)res.line);
     if (st) fail(c, st, &e);
     r->written = true;
     if (!st) {
@@ -394,7 +401,8 @@ static void write_result(bg_collect *c, record *r)
     free(echoes);
 }
 
-/* ---- events --------------------------------------------------------------------------------------- */
+/* ---- events
+ * --------------------------------------------------------------------------------------- */
 
 static void unlink_record(bg_collect *c, record *r)
 {
@@ -441,10 +449,11 @@ static void take_token(bg_collect *c, choice *ch, const bg_token_event *ev)
     if (ok && q->gen.logprobs >= 0) ok = keep_info(ch, &ev->sampled);
     bool own_stop = false;
     if (ev->finish == BG_FINISH_STOP)
-        for (int i = 0; i < q->n_stop_ids; i++) own_stop |= q->stop_ids[i] == id;
+        for (int i = 0; i < q->n_stop_ids; i++)
+            own_stop |= q->stop_ids[i] == id;
     if (own_stop) ch->stop_id = id;
-    bool hidden = ev->finish == BG_FINISH_STOP && !(own_stop && q->gen.include_stop) &&
-                  !q->gen.show_special;
+    bool hidden =
+        ev->finish == BG_FINISH_STOP && !(own_stop && q->gen.include_stop) && !q->gen.show_special;
     if (!hidden) ch->stop_index = bg_detok_add(ch->detok, id, &ch->text);
     if (!ok || ch->text.failed) {
         bg_error e = {0};
@@ -526,11 +535,16 @@ static void take_record(bg_collect *c, record *r)
 static void take_message(bg_collect *c, message *m)
 {
     switch (m->kind) {
-    case MSG_RECORD: take_record(c, m->rec); break;
-    case MSG_EVENTS:
-        for (int i = 0; i < m->n; i++) take_event(c, &m->events[i]);
+    case MSG_RECORD:
+        take_record(c, m->rec);
         break;
-    case MSG_REFUSED: refused(c, m->ch, m->text); break;
+    case MSG_EVENTS:
+        for (int i = 0; i < m->n; i++)
+            take_event(c, &m->events[i]);
+        break;
+    case MSG_REFUSED:
+        refused(c, m->ch, m->text);
+        break;
     case MSG_END:
         c->ended = true;
         c->all_done = m->all_done;
@@ -557,7 +571,8 @@ static void *collector(void *p)
     }
     if (!c->broken) {
         bool complete = c->ended && c->all_done && !c->first;
-        bg_status st = complete ? bg_writer_finish(c->c.writer, &e) : bg_writer_commit(c->c.writer, &e);
+        bg_status st =
+            complete ? bg_writer_finish(c->c.writer, &e) : bg_writer_commit(c->c.writer, &e);
         if (st) fail(c, st, &e);
     }
     c->c.on_finished(c->c.ctx);
@@ -611,7 +626,8 @@ void bg_collect_free(bg_collect *c)
         free(m->text);
         free(m);
     }
-    while (c->first) unlink_record(c, c->first);
+    while (c->first)
+        unlink_record(c, c->first);
     bg_queue_free(c->queue);
     bg_buf_release(&c->line);
     free(c->partials);

@@ -1,4 +1,5 @@
-/* job/collect.h - from token events to result lines: detokenise, find stop strings, assemble, write.
+/* job/collect.h - from token events to result lines: detokenise, find stop strings, assemble,
+ * write.
  *
  * One thread owns the writer and every record in flight. Others talk to it through a queue:
  * the admitting thread announces records, the engine's thread sends token events. */
@@ -20,7 +21,8 @@ typedef struct bg_collect_config {
     bg_log *log;
     /* Called once, from the collecting thread, when the output cannot be written any more. */
     void (*on_failure)(void *ctx);
-    /* Called when everything announced has been written and bg_collect_end() came, or after a failure. */
+    /* Called when everything announced has been written and bg_collect_end() came, or after a
+     * failure. */
     void (*on_finished)(void *ctx);
     void *ctx;
 } bg_collect_config;
@@ -35,8 +37,8 @@ void bg_collect_free(bg_collect *c); /* ends its thread; what is not written is 
 void bg_collect_set_engine(bg_collect *c, bg_engine *e);
 
 /* A record enters: its error result is written, or its sequences become specs[0 .. *n_specs) to be
- * submitted by the caller (the array and what it points to live until the record's result is written).
- * takes item. input_end and hash go into the next commit. BG_NOMEM. */
+ * submitted by the caller (the array and what it points to live until the record's result is
+ * written). takes item. input_end and hash go into the next commit. BG_NOMEM. */
 bg_status bg_collect_announce(bg_collect *c, bg_feed_item *take_item, bg_seq_spec **specs,
                               int *n_specs, bg_error *err);
 /* The engine's sink. */

@@ -35,7 +35,8 @@ static bg_status open_template(bg_text_model *m, const bg_job *job, bg_error *er
     return st;
 }
 
-/* "SmolLM2-135M-Instruct.Q4_1" of ".../SmolLM2-135M-Instruct.Q4_1.gguf", without a split's number. */
+/* "SmolLM2-135M-Instruct.Q4_1" of ".../SmolLM2-135M-Instruct.Q4_1.gguf", without a split's number.
+ */
 static bg_status model_name(bg_text_model *m, const bg_job *job, bg_error *err)
 {
     if (job->served_name) {
@@ -150,10 +151,11 @@ static void check_ids(const bg_text_model *m, const bg_job *job, bg_request *r, 
         bg_request_reject(r, BG_CODE_EMPTY, r->api == BG_API_CHAT ? "messages" : "prompt",
                           "the prompt has no tokens");
     else if ((int64_t)ids->n >= limit)
-        bg_request_reject(r, BG_CODE_TOO_LONG, r->api == BG_API_CHAT ? "messages" : "prompt",
-                          "the prompt has %zu tokens and the context holds %lld: at most %lld leave "
-                          "room for an answer; see --max-model-len",
-                          ids->n, (long long)limit, (long long)limit - 1);
+        bg_request_reject(
+            r, BG_CODE_TOO_LONG, r->api == BG_API_CHAT ? "messages" : "prompt",
+            "the prompt has %zu tokens and the context holds %lld: at most %lld leave "
+            "room for an answer; see --max-model-len",
+            ids->n, (long long)limit, (long long)limit - 1);
 }
 
 static void check_settings(const bg_text_model *m, bg_request *r)

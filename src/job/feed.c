@@ -37,7 +37,8 @@ void bg_feed_item_free(bg_feed_item *item)
 {
     if (!item) return;
     bg_request_release(&item->req);
-    for (int i = 0; item->ids && i < item->n_prompts; i++) bg_ids_release(&item->ids[i]);
+    for (int i = 0; item->ids && i < item->n_prompts; i++)
+        bg_ids_release(&item->ids[i]);
     free(item->ids);
     free(item->data);
     free(item);

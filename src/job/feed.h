@@ -2,8 +2,8 @@
  *
  *     reader thread -> ordered map (parse, render, tokenise) -> bg_feed_next()
  *
- * Used by run, check and --strict. Ids are compared in record order, so which use of an id is "the second"
- * never depends on timing. */
+ * Used by run, check and --strict. Ids are compared in record order, so which use of an id is "the
+ * second" never depends on timing. */
 #ifndef BG_JOB_FEED_H
 #define BG_JOB_FEED_H
 
@@ -15,9 +15,9 @@ typedef struct bg_feed_item {
     bg_request req; /* data released by bg_feed_item_free() unless moved out */
     bg_ids *ids;    /* n_prompts of them; NULL: none (error, done, or no model) */
     int n_prompts;
-    bool done;      /* its result is in the output already: only its id was of interest */
+    bool done;          /* its result is in the output already: only its id was of interest */
     uint64_t end, hash; /* input up to and with its line */
-    char *data;     /* the line, while it is worked on */
+    char *data;         /* the line, while it is worked on */
     bg_line line;
     bg_status st; /* BG_NOMEM while parsing */
     bg_error err;
@@ -36,8 +36,8 @@ typedef struct bg_feed_config {
 
 /* Opens the input and starts the threads. */
 bg_status bg_feed_open(bg_feed **f, const bg_feed_config *c, bg_error *err);
-/* The next record in order; *item is the caller's, NULL at the end or after bg_feed_stop(). A failure of the
- * input (damaged compression, I/O) is returned after the whole lines before it. */
+/* The next record in order; *item is the caller's, NULL at the end or after bg_feed_stop(). A
+ * failure of the input (damaged compression, I/O) is returned after the whole lines before it. */
 bg_status bg_feed_next(bg_feed *f, bg_feed_item **item, bg_error *err);
 void bg_feed_stop(bg_feed *f); /* wakes both sides; bg_feed_next() then says the end */
 void bg_feed_close(bg_feed *f);

@@ -16,7 +16,8 @@ static void set(json_t *o, const char *key, json_t *v)
 static json_t *list_text(const bg_strings *s)
 {
     json_t *a = json_array();
-    for (int i = 0; i < s->n; i++) json_array_append_new(a, json_string(s->v[i]));
+    for (int i = 0; i < s->n; i++)
+        json_array_append_new(a, json_string(s->v[i]));
     char *text = json_dumps(a, JSON_COMPACT);
     json_t *out = text ? json_string(text) : NULL;
     free(text);

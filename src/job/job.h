@@ -1,8 +1,9 @@
 /* job/job.h - what a job is, and running it.
  *
  * A bg_job is the resolved answer to "what was asked": every field comes from one table of options
- * (options.c), which gives the flags, the BATCHGEN_* variables, the keys of the job file, the user's
- * config file and --help. Precedence: flag > environment > job file > user's config > default. */
+ * (options.c), which gives the flags, the BATCHGEN_* variables, the keys of the job file, the
+ * user's config file and --help. Precedence: flag > environment > job file > user's config >
+ * default. */
 #ifndef BG_JOB_JOB_H
 #define BG_JOB_JOB_H
 
@@ -22,7 +23,8 @@
 #include "output/output.h"
 #include "text/text.h"
 
-/* ---- the resolved job ---------------------------------------------------------------------------- */
+/* ---- the resolved job
+ * ---------------------------------------------------------------------------- */
 
 typedef struct bg_strings { /* growable list, owned */
     char **v;
@@ -70,25 +72,32 @@ typedef struct bg_job {
 
 /* Which commands an option belongs to. */
 enum {
-    BG_CMD_RUN = 1, BG_CMD_CHECK = 2, BG_CMD_INSPECT = 4, BG_CMD_BENCH = 8, BG_CMD_TOKENIZE = 16,
+    BG_CMD_RUN = 1,
+    BG_CMD_CHECK = 2,
+    BG_CMD_INSPECT = 4,
+    BG_CMD_BENCH = 8,
+    BG_CMD_TOKENIZE = 16,
     BG_CMD_RENDER = 32,
 };
 
-void bg_job_init(bg_job *job);    /* {0} */
+void bg_job_init(bg_job *job); /* {0} */
 void bg_job_release(bg_job *job);
 
 /* Resolves argv (without program and command) for one command: flags, then env (NULL-terminated, as
  * environ), the job file named by --job or BATCHGEN_JOB, and the user's config file; then defaults.
  * Positional arguments become inputs (RUN, CHECK), the model (INSPECT), the text (TOKENIZE).
- * BG_ARG: usage; BG_FORMAT: a job or config file is bad; BG_IO. The text names the option and its place. */
+ * BG_ARG: usage; BG_FORMAT: a job or config file is bad; BG_IO. The text names the option and its
+ * place. */
 bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, char *const *env,
                          bg_error *err);
 /* --help of a command: every option with its default and meaning. */
 void bg_job_print_options(FILE *out, int command);
-/* The JSON Schema of job files, made from the same table (schemas/job.schema.json is its output). */
+/* The JSON Schema of job files, made from the same table (schemas/job.schema.json is its output).
+ */
 json_t *bg_job_schema(void);
 
-/* ---- a model opened for its text side and numbers ---------------------------------------------------- */
+/* ---- a model opened for its text side and numbers
+ * ---------------------------------------------------- */
 
 typedef struct bg_text_model {
     bg_gguf *gguf;
@@ -104,14 +113,16 @@ typedef struct bg_text_model {
 bg_status bg_text_model_open(bg_text_model *m, const bg_job *job, bg_error *err);
 void bg_text_model_close(bg_text_model *m);
 
-/* A request's prompts as token ids: renders the chat template or tokenises the prompts. Rejects the request
- * (bg_request_reject) when a template refuses, an id does not exist or a prompt does not fit into
- * max_model_len. ids[0 .. n_prompts) are the caller's to free with bg_ids_release(). BG_NOMEM. */
+/* A request's prompts as token ids: renders the chat template or tokenises the prompts. Rejects the
+ * request (bg_request_reject) when a template refuses, an id does not exist or a prompt does not
+ * fit into max_model_len. ids[0 .. n_prompts) are the caller's to free with bg_ids_release().
+ * BG_NOMEM. */
 bg_status bg_job_encode(const bg_text_model *m, const bg_job *job, bg_request *r, int64_t wall_s,
                         bg_ids **ids, int *n_prompts, bg_error *err);
 int bg_job_n_prompts(const bg_request *r);
 
-/* ---- sizes --------------------------------------------------------------------------------------------- */
+/* ---- sizes
+ * --------------------------------------------------------------------------------------------- */
 
 typedef struct bg_memory_plan {
     int tp, threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
@@ -121,16 +132,23 @@ typedef struct bg_memory_plan {
     uint64_t total;
 } bg_memory_plan;
 
-/* From options, model and free memory to numbers. BG_ARG: it cannot fit; the text says what would. */
-bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m, bg_error *err);
+/* From options, model and free memory to numbers. BG_ARG: it cannot fit; the text says what would.
+ */
+bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
+                         bg_error *err);
 void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p);
 
-/* ---- running ---------------------------------------------------------------------------------------------- */
+/* ---- running
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Where a job was when it failed: exit statuses differ. */
+typedef enum bg_stage { BG_STAGE_SETUP, BG_STAGE_MODEL, BG_STAGE_OUTPUT, BG_STAGE_RUN } bg_stage;
 
 typedef struct bg_outcome {
-    bool finished;      /* every record has its result */
-    bool already;       /* it was finished before: nothing was done */
-    int stopped_by;     /* signal number, or 0 */
+    bg_stage stage;
+    bool finished;               /* every record has its result */
+    bool already;                /* it was finished before: nothing was done */
+    int stopped_by;              /* signal number, or 0 */
     int64_t n_records, n_failed; /* results in the output */
     int64_t n_now;               /* of them written by this run */
 } bg_outcome;
@@ -139,7 +157,8 @@ typedef struct bg_outcome {
  * messages go to `messages` (stderr). */
 bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_error *err);
 
-/* Everything that must be equal for an output to be resumed: a flat object, the caller's to decref. */
+/* Everything that must be equal for an output to be resumed: a flat object, the caller's to decref.
+ */
 json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p,
                         bg_error *err);
 

@@ -25,12 +25,13 @@ enum {
 #define F(field) offsetof(bg_job, field)
 #define ANY      1, 0 /* no bounds */
 
-/* name, aliases, letter, type, field, choices, min, max, default, commands, in files, group, arg, help */
+/* name, aliases, letter, type, field, choices, min, max, default, commands, in files, group, arg,
+ * help */
 const bg_option bg_options[] = {
     {"input", NULL, 'i', BG_OPT_LIST, F(inputs), NULL, ANY, NULL, RUN | CHECK | RENDER, true, "Job",
      "FILE", "prompts, JSON lines, also .gz .zst .lz4; - is stdin; several are one job"},
-    {"output", "output-file", 'o', BG_OPT_PATH, F(output), NULL, ANY, NULL, RUN, true, "Job", "FILE",
-     "results: NAME.lz4 as LZ4 frames, else plain text; - is stdout (no resume)"},
+    {"output", "output-file", 'o', BG_OPT_PATH, F(output), NULL, ANY, NULL, RUN, true, "Job",
+     "FILE", "results: NAME.lz4 as LZ4 frames, else plain text; - is stdout (no resume)"},
     {"model", NULL, 'm', BG_OPT_PATH, F(model), NULL, ANY, NULL, ALL, true, "Job", "FILE",
      "GGUF model; any part of a split one"},
     {"job", NULL, 'j', BG_OPT_PATH, F(job_file), NULL, ANY, NULL, SIZES, false, "Job", "FILE",
@@ -39,10 +40,10 @@ const bg_option bg_options[] = {
      "start anew even if the output exists"},
     {"strict", NULL, 0, BG_OPT_BOOL, F(strict), NULL, ANY, NULL, RUN | CHECK, true, "Job", NULL,
      "check all input first and run nothing if a line is bad"},
-    {"strict-model", NULL, 0, BG_OPT_BOOL, F(strict_model), NULL, ANY, NULL, RUN | CHECK, true, "Job",
-     NULL, "a record that names another model is an error instead of one warning"},
-    {"served-model-name", "alias", 0, BG_OPT_STR, F(served_name), NULL, ANY, NULL, RUN | CHECK, true,
-     "Job", "NAME", "the model's name in results and for --strict-model [the file's name]"},
+    {"strict-model", NULL, 0, BG_OPT_BOOL, F(strict_model), NULL, ANY, NULL, RUN | CHECK, true,
+     "Job", NULL, "a record that names another model is an error instead of one warning"},
+    {"served-model-name", "alias", 0, BG_OPT_STR, F(served_name), NULL, ANY, NULL, RUN | CHECK,
+     true, "Job", "NAME", "the model's name in results and for --strict-model [the file's name]"},
 
     {"temperature", "temp", 0, BG_OPT_REAL, F(temperature), NULL, 0, 100, "1", RUN, true,
      "Sampling (a record's own fields come first)", "X", "0: greedy"},
@@ -56,10 +57,10 @@ const bg_option bg_options[] = {
      "1", RUN, true, NULL, "X", "divide the logits of tokens seen in prompt and output"},
     {"presence-penalty", NULL, 0, BG_OPT_REAL, F(presence_penalty), NULL, -100, 100, "0", RUN, true,
      NULL, "X", "subtract from the logits of tokens seen in the output"},
-    {"frequency-penalty", NULL, 0, BG_OPT_REAL, F(frequency_penalty), NULL, -100, 100, "0", RUN, true,
-     NULL, "X", "the same, times how often they were seen"},
-    {"max-tokens", "predict,max-completion-tokens", 'n', BG_OPT_INT, F(max_tokens), NULL, 0, 1e9, "0",
-     RUN | CHECK, true, NULL, "N", "longest answer; 0: the rest of the context"},
+    {"frequency-penalty", NULL, 0, BG_OPT_REAL, F(frequency_penalty), NULL, -100, 100, "0", RUN,
+     true, NULL, "X", "the same, times how often they were seen"},
+    {"max-tokens", "predict,max-completion-tokens", 'n', BG_OPT_INT, F(max_tokens), NULL, 0, 1e9,
+     "0", RUN | CHECK, true, NULL, "N", "longest answer; 0: the rest of the context"},
     {"min-tokens", NULL, 0, BG_OPT_INT, F(min_tokens), NULL, 0, 1e9, "0", RUN, true, NULL, "N",
      "no end of the answer before N tokens"},
     {"stop", NULL, 0, BG_OPT_LIST, F(stop), NULL, ANY, NULL, RUN, true, NULL, "TEXT",
@@ -69,28 +70,30 @@ const bg_option bg_options[] = {
     {"seed", NULL, 0, BG_OPT_INT, F(seed), NULL, 0, 9.2e18, "0", ENGINE, true, NULL, "N",
      "job seed; a record's seed comes from it and the record's id"},
 
-    {"tensor-parallel-size", "tp", 0, BG_OPT_INT, F(tp), NULL, 1, 64, "1", SIZES, true, "Engine", "N",
-     "ranks (worker processes) that share the model"},
+    {"tensor-parallel-size", "tp", 0, BG_OPT_INT, F(tp), NULL, 1, 64, "1", SIZES, true, "Engine",
+     "N", "ranks (worker processes) that share the model"},
     {"threads", NULL, 't', BG_OPT_INT, F(threads), NULL, 0, 1024, "0", SIZES, true, NULL, "N",
      "compute threads of all ranks; 0: one for each processor"},
-    {"max-num-seqs", NULL, 0, BG_OPT_INT, F(max_num_seqs), NULL, 1, 4096, "64", SIZES, true, NULL, "N",
-     "sequences decoded together"},
-    {"max-num-batched-tokens", NULL, 0, BG_OPT_INT, F(max_num_batched_tokens), NULL, 16, 65536, "512",
-     SIZES, true, NULL, "N", "prompt tokens of one prefill step"},
-    {"max-model-len", "ctx-size", 'c', BG_OPT_INT, F(max_model_len), NULL, 0, 16777216, "0", SIZES, true,
-     NULL, "N", "longest prompt plus answer; 0: what the model was trained for, if memory allows"},
-    {"kv-cache-memory", NULL, 0, BG_OPT_SIZE, F(kv_cache_memory), NULL, 0, 9e18, "0", SIZES, true, NULL,
-     "SIZE", "memory for keys and values; 0: as max-num-seqs needs, a quarter of free memory at most"},
-    {"kv-cache-dtype", "cache-type", 0, BG_OPT_CHOICE, F(kv_cache_type), "auto,f16,bf16,f32", ANY, "auto",
-     SIZES, true, NULL, "TYPE", "auto (f16; f32 with --compute f32), f16, bf16 or f32"},
+    {"max-num-seqs", NULL, 0, BG_OPT_INT, F(max_num_seqs), NULL, 1, 4096, "64", SIZES, true, NULL,
+     "N", "sequences decoded together"},
+    {"max-num-batched-tokens", NULL, 0, BG_OPT_INT, F(max_num_batched_tokens), NULL, 16, 65536,
+     "512", SIZES, true, NULL, "N", "prompt tokens of one prefill step"},
+    {"max-model-len", "ctx-size", 'c', BG_OPT_INT, F(max_model_len), NULL, 0, 16777216, "0", SIZES,
+     true, NULL, "N",
+     "longest prompt plus answer; 0: what the model was trained for, if memory allows"},
+    {"kv-cache-memory", NULL, 0, BG_OPT_SIZE, F(kv_cache_memory), NULL, 0, 9e18, "0", SIZES, true,
+     NULL, "SIZE",
+     "memory for keys and values; 0: as max-num-seqs needs, a quarter of free memory at most"},
+    {"kv-cache-dtype", "cache-type", 0, BG_OPT_CHOICE, F(kv_cache_type), "auto,f16,bf16,f32", ANY,
+     "auto", SIZES, true, NULL, "TYPE", "auto (f16; f32 with --compute f32), f16, bf16 or f32"},
     {"block-size", NULL, 0, BG_OPT_INT, F(block_size), NULL, 8, 256, "32", SIZES, true, NULL, "N",
      "tokens of a KV block"},
-    {"prefix-cache", "enable-prefix-caching", 0, BG_OPT_BOOL, F(prefix_cache), NULL, ANY, "true", ENGINE,
-     true, NULL, NULL, "share the keys and values of equal prompt beginnings"},
+    {"prefix-cache", "enable-prefix-caching", 0, BG_OPT_BOOL, F(prefix_cache), NULL, ANY, "true",
+     ENGINE, true, NULL, NULL, "share the keys and values of equal prompt beginnings"},
     {"window", NULL, 0, BG_OPT_INT, F(window), NULL, 1, 1e6, "1024", RUN, true, NULL, "N",
      "sequences read ahead, to start long ones early"},
-    {"compute", NULL, 0, BG_OPT_CHOICE, F(compute), "native,f32", ANY, "native", SIZES, true, NULL, "MODE",
-     "native, or f32: exact weights and float32 throughout (slow; for proofs)"},
+    {"compute", NULL, 0, BG_OPT_CHOICE, F(compute), "native,f32", ANY, "native", SIZES, true, NULL,
+     "MODE", "native, or f32: exact weights and float32 throughout (slow; for proofs)"},
     {"check", NULL, 0, BG_OPT_BOOL, F(check_ops), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
      "poison and verify every op's output (slow; for proofs)"},
     {"pin-threads", NULL, 0, BG_OPT_BOOL, F(pin_threads), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
@@ -98,12 +101,12 @@ const bg_option bg_options[] = {
     {"cpu-isa", NULL, 0, BG_OPT_STR, F(isa), NULL, ANY, NULL, ENGINE, true, NULL, "NAME",
      "plain, avx2, avx512 or avx512vnni [the best there is]"},
 
-    {"chat-template", NULL, 0, BG_OPT_PATH, F(chat_template), NULL, ANY, NULL, TEXT, true,
-     "Text", "FILE", "Jinja template instead of the model's own"},
-    {"max-line", NULL, 0, BG_OPT_SIZE, F(max_line), NULL, 1024, 1e12, "64MiB", RUN | CHECK | RENDER, true, NULL,
-     "SIZE", "longest input line; a longer one is an error result"},
-    {"text-threads", NULL, 0, BG_OPT_INT, F(text_threads), NULL, 0, 256, "0", RUN | CHECK, true, NULL,
-     "N", "threads that parse and tokenise; 0: one for each processor, 8 at most"},
+    {"chat-template", NULL, 0, BG_OPT_PATH, F(chat_template), NULL, ANY, NULL, TEXT, true, "Text",
+     "FILE", "Jinja template instead of the model's own"},
+    {"max-line", NULL, 0, BG_OPT_SIZE, F(max_line), NULL, 1024, 1e12, "64MiB", RUN | CHECK | RENDER,
+     true, NULL, "SIZE", "longest input line; a longer one is an error result"},
+    {"text-threads", NULL, 0, BG_OPT_INT, F(text_threads), NULL, 0, 256, "0", RUN | CHECK, true,
+     NULL, "N", "threads that parse and tokenise; 0: one for each processor, 8 at most"},
     {"special", NULL, 0, BG_OPT_BOOL, F(special), NULL, ANY, "true", TOKENIZE, false, NULL, NULL,
      "text that spells a control token becomes it"},
     {"bos", NULL, 0, BG_OPT_BOOL, F(bos), NULL, ANY, "true", TOKENIZE, false, NULL, NULL,
@@ -115,29 +118,29 @@ const bg_option bg_options[] = {
 
     {"batch", NULL, 0, BG_OPT_LIST, F(batch), NULL, ANY, NULL, BENCH, false, "Benchmark", "N,N,...",
      "batch sizes [1,8,32]"},
-    {"prompt-tokens", NULL, 'p', BG_OPT_INT, F(bench_prompt), NULL, 1, 1e6, "128", BENCH, false, NULL,
-     "N", "tokens of a prefill, and context at which decoding starts"},
+    {"prompt-tokens", NULL, 'p', BG_OPT_INT, F(bench_prompt), NULL, 1, 1e6, "128", BENCH, false,
+     NULL, "N", "tokens of a prefill, and context at which decoding starts"},
     {"gen-tokens", NULL, 'g', BG_OPT_INT, F(bench_tokens), NULL, 1, 1e6, "64", BENCH, false, NULL,
      "N", "tokens decoded at each batch size"},
 
     {"commit-bytes", NULL, 0, BG_OPT_SIZE, F(commit_bytes), NULL, 1, 1e12, "512KiB", RUN, true,
      "Output and messages", "SIZE", "commit after this much text"},
-    {"commit-interval", NULL, 0, BG_OPT_REAL, F(commit_interval), NULL, 0.01, 86400, "5", RUN, true, NULL,
-     "SECONDS", "commit at least this often"},
+    {"commit-interval", NULL, 0, BG_OPT_REAL, F(commit_interval), NULL, 0.01, 86400, "5", RUN, true,
+     NULL, "SECONDS", "commit at least this often"},
     {"grace", NULL, 0, BG_OPT_REAL, F(grace), NULL, 0, 86400, "20", RUN, true, NULL, "SECONDS",
      "after a signal, time for records in flight to finish"},
     {"summary", NULL, 0, BG_OPT_PATH, F(summary), NULL, ANY, NULL, RUN | CHECK, true, NULL, "FILE",
      "write counts, usage and rates as JSON at the end"},
-    {"progress", NULL, 0, BG_OPT_REAL, F(progress), NULL, 0, 86400, "60", RUN, true, NULL, "SECONDS",
-     "a progress line this often when stderr is no terminal; 0: none"},
+    {"progress", NULL, 0, BG_OPT_REAL, F(progress), NULL, 0, 86400, "60", RUN, true, NULL,
+     "SECONDS", "a progress line this often when stderr is no terminal; 0: none"},
     {"quiet", NULL, 'q', BG_OPT_BOOL, F(quiet), NULL, ANY, NULL, ALL, true, NULL, NULL,
      "print nothing unless something is wrong"},
-    {"json", NULL, 0, BG_OPT_BOOL, F(json), NULL, ANY, NULL, CHECK | INSPECT | BENCH, false, NULL, NULL,
-     "print JSON"},
-    {"color", "colour", 0, BG_OPT_CHOICE, F(color), "auto,always,never", ANY, "auto", ALL, true, NULL,
-     "WHEN", "auto, always or never"},
-    {"log-level", NULL, 0, BG_OPT_CHOICE, F(log_level), "error,warn,info,debug", ANY, "warn", ENGINE | CHECK,
-     true, NULL, "LEVEL", "error, warn, info or debug"},
+    {"json", NULL, 0, BG_OPT_BOOL, F(json), NULL, ANY, NULL, CHECK | INSPECT | BENCH, false, NULL,
+     NULL, "print JSON"},
+    {"color", "colour", 0, BG_OPT_CHOICE, F(color), "auto,always,never", ANY, "auto", ALL, true,
+     NULL, "WHEN", "auto, always or never"},
+    {"log-level", NULL, 0, BG_OPT_CHOICE, F(log_level), "error,warn,info,debug", ANY, "warn",
+     ENGINE | CHECK, true, NULL, "LEVEL", "error, warn, info or debug"},
     {"log-file", NULL, 0, BG_OPT_PATH, F(log_file), NULL, ANY, NULL, RUN, true, NULL, "FILE",
      "append log lines to FILE instead of stderr"},
     {"help", NULL, 'h', BG_OPT_BOOL, F(help), NULL, ANY, NULL, ALL, false, NULL, NULL, "show this"},
@@ -195,14 +198,16 @@ static bg_status check_range(const bg_option *o, double v, const char *where, bg
     return bg_fail(err, BG_ARG, "%s: %.15g is outside %.15g to %.15g", where, v, o->min, o->max);
 }
 
-/* "512", "512KiB", "2G", "1.5MB": K, M, G, T are powers of 1000 with B, of 1024 alone or with iB. */
+/* "512", "512KiB", "2G", "1.5MB": K, M, G, T are powers of 1000 with B, of 1024 alone or with iB.
+ */
 static bool parse_size(const char *s, int64_t *v)
 {
     char *end;
     errno = 0;
     double x = strtod(s, &end);
     if (end == s || errno || !(x >= 0)) return false;
-    while (*end == ' ') end++;
+    while (*end == ' ')
+        end++;
     double unit = 1;
     if (*end) {
         const char *letters = "KMGT", *at = strchr(letters, toupper((unsigned char)*end));
@@ -210,7 +215,8 @@ static bool parse_size(const char *s, int64_t *v)
             bool decimal = (end[1] == 'B' || end[1] == 'b') && !end[2];
             if (!decimal && end[1] && strcmp(end + 1, "iB") != 0 && strcmp(end + 1, "ib") != 0)
                 return false;
-            for (const char *p = letters; p <= at; p++) unit *= decimal ? 1000 : 1024;
+            for (const char *p = letters; p <= at; p++)
+                unit *= decimal ? 1000 : 1024;
         } else if (strcmp(end, "B") != 0) {
             return false;
         }
@@ -242,7 +248,8 @@ bg_status bg_option_set_text(bg_job *job, const bg_option *o, const char *text, 
     errno = 0;
     switch (o->type) {
     case BG_OPT_STR:
-    case BG_OPT_PATH: return set_string(job, o, text, where, err);
+    case BG_OPT_PATH:
+        return set_string(job, o, text, where, err);
     case BG_OPT_LIST:
         if (!bg_strings_add(field(job, o), text))
             return bg_fail(err, BG_NOMEM, "%s: out of memory", where);
@@ -280,7 +287,8 @@ bg_status bg_option_set_text(bg_job *job, const bg_option *o, const char *text, 
         }
         return bg_fail(err, BG_ARG, "%s: \"%s\" is neither true nor false", where, text);
     }
-    case BG_OPT_CHOICE: return set_choice(job, o, text, where, err);
+    case BG_OPT_CHOICE:
+        return set_choice(job, o, text, where, err);
     }
     return bg_fail(err, BG_INTERNAL, "%s: option without a type", where);
 }
@@ -346,7 +354,8 @@ bg_status bg_option_set_json(bg_job *job, const bg_option *o, const json_t *v, c
     return bg_fail(err, BG_INTERNAL, "%s: option without a type", where);
 }
 
-/* ---- help and schema ------------------------------------------------------------------------------- */
+/* ---- help and schema
+ * ------------------------------------------------------------------------------- */
 
 void bg_job_print_options(FILE *out, int command)
 {
@@ -373,15 +382,25 @@ static json_t *property(const bg_option *o)
     json_t *p = json_object();
     switch (o->type) {
     case BG_OPT_STR:
-    case BG_OPT_PATH: json_object_set_new(p, "type", json_string("string")); break;
+    case BG_OPT_PATH:
+        json_object_set_new(p, "type", json_string("string"));
+        break;
     case BG_OPT_LIST:
         json_object_set_new(p, "type", json_pack("[ss]", "string", "array"));
         json_object_set_new(p, "items", json_pack("{ss}", "type", "string"));
         break;
-    case BG_OPT_BOOL: json_object_set_new(p, "type", json_string("boolean")); break;
-    case BG_OPT_SIZE: json_object_set_new(p, "type", json_pack("[ss]", "integer", "string")); break;
-    case BG_OPT_INT: json_object_set_new(p, "type", json_string("integer")); break;
-    case BG_OPT_REAL: json_object_set_new(p, "type", json_string("number")); break;
+    case BG_OPT_BOOL:
+        json_object_set_new(p, "type", json_string("boolean"));
+        break;
+    case BG_OPT_SIZE:
+        json_object_set_new(p, "type", json_pack("[ss]", "integer", "string"));
+        break;
+    case BG_OPT_INT:
+        json_object_set_new(p, "type", json_string("integer"));
+        break;
+    case BG_OPT_REAL:
+        json_object_set_new(p, "type", json_string("number"));
+        break;
     case BG_OPT_CHOICE: {
         json_t *list = json_array();
         for (const char *c = o->choices; *c;) {
@@ -426,11 +445,11 @@ json_t *bg_job_schema(void)
         json_object_set_new(props, key, property(o));
     }
     json_object_set_new(props, "$schema", json_pack("{ss}", "type", "string"));
-    return json_pack("{ss ss ss ss so sb}", "$schema",
-                     "https://json-schema.org/draft/2020-12/schema", "title", "batchgen job file",
-                     "description",
-                     "Options of batchgen run as JSON. A flag or a BATCHGEN_* variable comes before "
-                     "the job file, the job file before the user's config file. Relative paths are "
-                     "relative to the file's folder.",
-                     "type", "object", "properties", props, "additionalProperties", 0);
+    return json_pack(
+        "{ss ss ss ss so sb}", "$schema", "https://json-schema.org/draft/2020-12/schema", "title",
+        "batchgen job file", "description",
+        "Options of batchgen run as JSON. A flag or a BATCHGEN_* variable comes before "
+        "the job file, the job file before the user's config file. Relative paths are "
+        "relative to the file's folder.",
+        "type", "object", "properties", props, "additionalProperties", 0);
 }

@@ -16,18 +16,18 @@ typedef enum bg_option_type {
 } bg_option_type;
 
 typedef struct bg_option {
-    const char *name;      /* "max-num-seqs"; env BATCHGEN_MAX_NUM_SEQS; key "max_num_seqs" */
-    const char *aliases;   /* other long names, comma-separated; NULL: none */
-    char letter;           /* 0: none */
+    const char *name;    /* "max-num-seqs"; env BATCHGEN_MAX_NUM_SEQS; key "max_num_seqs" */
+    const char *aliases; /* other long names, comma-separated; NULL: none */
+    char letter;         /* 0: none */
     bg_option_type type;
-    size_t offset;         /* of the field in bg_job */
-    const char *choices;   /* BG_OPT_CHOICE: comma-separated */
-    double min, max;       /* numbers; max < min: no bounds */
-    const char *def;       /* default as text; NULL: unset (NULL, 0, false, empty) */
-    int commands;          /* BG_CMD_ bits */
-    bool in_files;         /* allowed in job and config files and in the environment */
-    const char *group;     /* heading in --help */
-    const char *arg;       /* what follows, in --help */
+    size_t offset;       /* of the field in bg_job */
+    const char *choices; /* BG_OPT_CHOICE: comma-separated */
+    double min, max;     /* numbers; max < min: no bounds */
+    const char *def;     /* default as text; NULL: unset (NULL, 0, false, empty) */
+    int commands;        /* BG_CMD_ bits */
+    bool in_files;       /* allowed in job and config files and in the environment */
+    const char *group;   /* heading in --help */
+    const char *arg;     /* what follows, in --help */
     const char *help;
 } bg_option;
 

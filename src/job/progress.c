@@ -94,10 +94,11 @@ void bg_progress_show(bg_progress *p, const bg_progress_numbers *n, bool force)
     }
     char failed[40] = "";
     if (n->failed) snprintf(failed, sizeof failed, "  %lld failed", (long long)n->failed);
-    int len = snprintf(line, sizeof line,
-                       "%3.0f%%  %lld%s%.0f records%s  %.0f tok/s out  %.0f in  %d running  %d waiting%s",
-                       share * 100, (long long)n->done, all > 0 ? " of ~" : " of ", all, failed,
-                       p->output_rate, p->prompt_rate, n->running, n->waiting, eta);
+    int len =
+        snprintf(line, sizeof line,
+                 "%3.0f%%  %lld%s%.0f records%s  %.0f tok/s out  %.0f in  %d running  %d waiting%s",
+                 share * 100, (long long)n->done, all > 0 ? " of ~" : " of ", all, failed,
+                 p->output_rate, p->prompt_rate, n->running, n->waiting, eta);
     if (!p->tty) {
         char ts[32];
         bg_format_time(bg_wall_ns(), ts, sizeof ts);
@@ -108,7 +109,8 @@ void bg_progress_show(bg_progress *p, const bg_progress_numbers *n, bool force)
     struct winsize w;
     int width = ioctl(fileno(p->out), TIOCGWINSZ, &w) == 0 && w.ws_col ? w.ws_col : 80;
     char bar[BAR * 3 + 1] = "";
-    for (int i = 0; i < BAR; i++) strcat(bar, i < (int)(share * BAR + 0.5) ? "█" : "░");
+    for (int i = 0; i < BAR; i++)
+        strcat(bar, i < (int)(share * BAR + 0.5) ? "█" : "░");
     if (len > width - BAR - 3) line[width > BAR + 3 ? width - BAR - 3 : 0] = 0;
     fprintf(p->out, "\r\033[K%s%s%s %s", p->color ? "\033[36m" : "", bar, p->color ? "\033[0m" : "",
             line);

@@ -11,6 +11,7 @@
 #include "job/job.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -19,7 +20,6 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -60,7 +60,8 @@ typedef struct run {
     int64_t start_ns, run_ns, grace_end_ns;
 } run;
 
-/* ---- before anything runs ------------------------------------------------------------------------- */
+/* ---- before anything runs
+ * ------------------------------------------------------------------------- */
 
 static bool same_file(const char *a, const char *b)
 {
@@ -95,7 +96,8 @@ static bg_status open_log(run *r, bg_error *err)
     r->log_fd = STDERR_FILENO;
     if (r->job->log_file) {
         r->log_fd = open(r->job->log_file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-        if (r->log_fd < 0) return bg_fail_os(err, "%s: cannot open for appending", r->job->log_file);
+        if (r->log_fd < 0)
+            return bg_fail_os(err, "%s: cannot open for appending", r->job->log_file);
     }
     int level = r->job->quiet && r->job->log_level > BG_LOG_ERROR && !r->job->log_file
                     ? BG_LOG_ERROR
@@ -104,7 +106,8 @@ static bg_status open_log(run *r, bg_error *err)
     return r->log ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
 }
 
-/* What the earlier run consumed must still be there, byte for byte. A stream is trusted to be the same. */
+/* What the earlier run consumed must still be there, byte for byte. A stream is trusted to be the
+ * same. */
 static bg_status verify_input(run *r, bg_error *err)
 {
     if (!r->recovered.input_end) return BG_OK;
@@ -123,10 +126,11 @@ static bg_status verify_input(run *r, bg_error *err)
     }
     bg_input_close(in);
     if (!st && !same)
-        st = bg_fail(err, BG_ARG,
-                     "%s: the input is not the one this output was started with: its first %llu bytes "
-                     "have changed; nothing was touched. Restore it, name another -o, or --overwrite",
-                     r->job->inputs.v[0], (unsigned long long)r->recovered.input_end);
+        st = bg_fail(
+            err, BG_ARG,
+            "%s: the input is not the one this output was started with: its first %llu bytes "
+            "have changed; nothing was touched. Restore it, name another -o, or --overwrite",
+            r->job->inputs.v[0], (unsigned long long)r->recovered.input_end);
     return st;
 }
 
@@ -144,7 +148,8 @@ static bool load_stopped(void *p)
     return r->signal_seen != 0;
 }
 
-/* ---- admit thread ------------------------------------------------------------------------------------ */
+/* ---- admit thread
+ * ------------------------------------------------------------------------------------ */
 
 static void wake(run *r)
 {
@@ -206,7 +211,8 @@ static void on_finished(void *p)
     wake(r);
 }
 
-/* ---- watching ----------------------------------------------------------------------------------------- */
+/* ---- watching
+ * ----------------------------------------------------------------------------------------- */
 
 static void numbers(run *r, bg_progress_numbers *n)
 {
@@ -254,7 +260,8 @@ static void take_signal(run *r, int sig)
         if (!r->job->quiet) {
             bg_progress_hide(r->progress);
             fprintf(r->messages,
-                    "%s: finishing what runs (up to %.0f s), then committing; once more to stop at once\n",
+                    "%s: finishing what runs (up to %.0f s), then committing; once more to stop at "
+                    "once\n",
                     strsignal(sig), r->job->grace);
         }
         stop_admitting(r);
@@ -263,7 +270,8 @@ static void take_signal(run *r, int sig)
 
 static void watch(run *r)
 {
-    struct pollfd fds[2] = {{.fd = r->signals.fd, .events = POLLIN}, {.fd = r->event, .events = POLLIN}};
+    struct pollfd fds[2] = {{.fd = r->signals.fd, .events = POLLIN},
+                            {.fd = r->event, .events = POLLIN}};
     while (!atomic_load(&r->finished)) {
         poll(fds, 2, WATCH_MS);
         if (fds[1].revents & POLLIN) {
@@ -271,7 +279,8 @@ static void watch(run *r)
             ssize_t n = read(r->event, &count, sizeof count);
             (void)n;
         }
-        for (int sig; (sig = bg_signals_take(&r->signals));) take_signal(r, sig);
+        for (int sig; (sig = bg_signals_take(&r->signals));)
+            take_signal(r, sig);
         if (atomic_load(&r->failed)) { /* results have nowhere to go */
             stop_admitting(r);
             bg_engine_stop(r->engine);
@@ -283,7 +292,8 @@ static void watch(run *r)
     }
 }
 
-/* ---- the end -------------------------------------------------------------------------------------------- */
+/* ---- the end
+ * -------------------------------------------------------------------------------------------- */
 
 static bg_status write_summary(run *r, bg_status st, const bg_error *why, bg_error *err)
 {
@@ -296,8 +306,12 @@ static bg_status write_summary(run *r, bg_status st, const bg_error *why, bg_err
     double s = (double)(bg_now_ns() - r->run_ns) * 1e-9;
     const bg_outcome *o = r->outcome;
     json_t *j = json_pack(
-        "{ss ss s{sI sI sI} s{sI sI sI s{sI}} sf sf sf s{sI sI sI sI sI sI sI} s{sI sI sI} ss ss ss}",
-        "version", BG_VERSION, "status", o->finished ? "completed" : st ? "failed" : "stopped",
+        "{ss ss s{sI sI sI} s{sI sI sI s{sI}} sf sf sf s{sI sI sI sI sI sI sI} s{sI sI sI} ss ss "
+        "ss}",
+        "version", BG_VERSION, "status",
+        o->finished ? "completed"
+        : st        ? "failed"
+                    : "stopped",
         "request_counts", "total", (json_int_t)o->n_records, "completed",
         (json_int_t)(o->n_records - o->n_failed), "failed", (json_int_t)o->n_failed, "usage",
         "input_tokens", (json_int_t)atomic_load(&c->prompt_tokens), "output_tokens",
@@ -334,11 +348,12 @@ static void print_summary(run *r)
             o->finished ? "done" : "stopped", (long long)o->n_now, (long long)o->n_records,
             o->finished ? "" : " so far", (long long)o->n_failed, time);
     if (s > 0)
-        fprintf(r->messages,
-                "      %llu prompt tokens (%llu cached), %llu output tokens: %.0f output tokens/s\n",
-                (unsigned long long)(es.prompt_tokens + es.cached_tokens),
-                (unsigned long long)es.cached_tokens, (unsigned long long)es.output_tokens,
-                (double)es.output_tokens / s);
+        fprintf(
+            r->messages,
+            "      %llu prompt tokens (%llu cached), %llu output tokens: %.0f output tokens/s\n",
+            (unsigned long long)(es.prompt_tokens + es.cached_tokens),
+            (unsigned long long)es.cached_tokens, (unsigned long long)es.output_tokens,
+            (double)es.output_tokens / s);
     if (!o->finished) fprintf(r->messages, "      start the same command again to go on\n");
 }
 
@@ -372,11 +387,8 @@ static bg_status start(run *r, bg_error *err)
                                  .log = r->log};
     if (!st) st = bg_engine_new(&r->engine, r->ranks, &ec, err);
     if (!st) bg_collect_set_engine(r->collect, r->engine);
-    const bg_feed_config fc = {.job = r->job,
-                               .model = &r->model,
-                               .is_done = is_done,
-                               .ctx = r->writer,
-                               .log = r->log};
+    const bg_feed_config fc = {
+        .job = r->job, .model = &r->model, .is_done = is_done, .ctx = r->writer, .log = r->log};
     if (!st) st = bg_feed_open(&r->feed, &fc, err);
     if (!st) {
         int rc = pthread_create(&r->admitter, NULL, admit, r);
@@ -434,9 +446,12 @@ static bg_status open_all(run *r, bool *nothing_to_do, bg_error *err)
     const bg_job *job = r->job;
     *nothing_to_do = false;
     bg_status st = check_paths(job, err);
-    if (!st) st = bg_text_model_open(&r->model, job, err);
+    if (st) return st;
+    r->outcome->stage = BG_STAGE_MODEL;
+    st = bg_text_model_open(&r->model, job, err);
     if (!st) st = bg_plan_memory(&r->plan, job, &r->model, err);
     if (st) return st;
+    r->outcome->stage = BG_STAGE_SETUP;
     r->model.max_model_len = r->plan.max_model_len;
     if (job->strict) {
         st = bg_check_strict(job, &r->model, r->messages, err);
@@ -450,11 +465,14 @@ static bg_status open_all(run *r, bool *nothing_to_do, bg_error *err)
                                  .overwrite = job->overwrite,
                                  .commit_bytes = (size_t)job->commit_bytes,
                                  .commit_ns = (int64_t)(job->commit_interval * 1e9)};
+    r->outcome->stage = BG_STAGE_OUTPUT;
     st = bg_writer_open(&r->writer, &wc, &r->recovered, err);
     if (st) return st;
+    r->outcome->stage = BG_STAGE_SETUP;
     if (r->recovered.finished) {
         *nothing_to_do = true;
-        *r->outcome = (bg_outcome){.finished = true,
+        *r->outcome = (bg_outcome){.stage = BG_STAGE_RUN,
+                                   .finished = true,
                                    .already = true,
                                    .n_records = r->recovered.n_records,
                                    .n_failed = r->recovered.n_failed};
@@ -475,12 +493,13 @@ static bg_status open_all(run *r, bool *nothing_to_do, bg_error *err)
 static void describe(const run *r)
 {
     char w[32], kv[32];
-    uint64_t kv_all = r->plan.kv_bytes_per_token * (uint64_t)r->plan.block_tokens *
-                      (uint64_t)r->plan.n_blocks;
+    uint64_t kv_all =
+        r->plan.kv_bytes_per_token * (uint64_t)r->plan.block_tokens * (uint64_t)r->plan.n_blocks;
     bg_format_bytes(r->model.desc.weight_bytes, w, sizeof w);
     bg_format_bytes(kv_all, kv, sizeof kv);
     fprintf(r->messages,
-            "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, %d rank%s x %d thread%s\n",
+            "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, %d rank%s x %d "
+            "thread%s\n",
             r->model.name, r->model.desc.arch_name, w, kv, r->plan.max_model_len,
             r->plan.max_num_seqs, r->plan.tp, r->plan.tp > 1 ? "s" : "", r->plan.threads_per_rank,
             r->plan.threads_per_rank > 1 ? "s" : "");
@@ -489,7 +508,11 @@ static void describe(const run *r)
 bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_error *err)
 {
     *outcome = (bg_outcome){0};
-    run r = {.job = job, .messages = messages, .outcome = outcome, .event = -1, .log_fd = -1,
+    run r = {.job = job,
+             .messages = messages,
+             .outcome = outcome,
+             .event = -1,
+             .log_fd = -1,
              .start_ns = bg_now_ns()};
     r.signals.fd = -1;
     bg_status st = bg_signals_block(&r.signals, err);
@@ -508,6 +531,7 @@ bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_
         r.progress = bg_progress_new(messages, tty, color, job->quiet ? 0 : job->progress);
         bg_log_hooks(r.log, bg_progress_hide, bg_progress_unhide, r.progress);
         if (!job->quiet) describe(&r);
+        outcome->stage = BG_STAGE_MODEL;
         bg_rank_config_fill(&r.rank_config, job, &r.plan);
         st = bg_ranks_start(&r.ranks, &r.rank_config, &bg_rank_ops_model, r.log, err);
         if (!st) st = bg_ranks_wait_ready(r.ranks, loaded, &r, load_stopped, err);
@@ -518,6 +542,7 @@ bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_
             st = BG_OK;
         } else if (!st) {
             bg_progress_hide(r.progress);
+            outcome->stage = BG_STAGE_RUN;
             r.run_ns = bg_now_ns();
             st = start(&r, err);
             if (!st) {

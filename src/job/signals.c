@@ -10,7 +10,8 @@ bg_status bg_signals_block(bg_signals *s, bg_error *err)
     static const int numbers[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP, SIGQUIT};
     sigset_t set;
     sigemptyset(&set);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) sigaddset(&set, numbers[i]);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        sigaddset(&set, numbers[i]);
     signal(SIGPIPE, SIG_IGN);
     pthread_sigmask(SIG_BLOCK, &set, &s->before);
     s->fd = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);

@@ -1,8 +1,9 @@
 /* job/signals.h - signals as data: blocked in every thread, read from a descriptor.
  *
- * The first SIGTERM, SIGINT or SIGUSR1 asks for an orderly stop; a second SIGINT or SIGTERM ends the
- * process at once with 128 + its number (what was committed stays). SIGQUIT asks for a status line,
- * SIGHUP for the log file to be reopened; SIGPIPE is ignored. Block before the first thread or child exists. */
+ * The first SIGTERM, SIGINT or SIGUSR1 asks for an orderly stop; a second SIGINT or SIGTERM ends
+ * the process at once with 128 + its number (what was committed stays). SIGQUIT asks for a status
+ * line, SIGHUP for the log file to be reopened; SIGPIPE is ignored. Block before the first thread
+ * or child exists. */
 #ifndef BG_JOB_SIGNALS_H
 #define BG_JOB_SIGNALS_H
 

@@ -33,10 +33,14 @@ static int processors(void)
 static bg_cache_type cache_type(const bg_job *job)
 {
     switch (job->kv_cache_type) {
-    case BG_KV_CHOICE_F16: return BG_CACHE_F16;
-    case BG_KV_CHOICE_BF16: return BG_CACHE_BF16;
-    case BG_KV_CHOICE_F32: return BG_CACHE_F32;
-    default: return job->compute == BG_COMPUTE_F32 ? BG_CACHE_F32 : BG_CACHE_F16;
+    case BG_KV_CHOICE_F16:
+        return BG_CACHE_F16;
+    case BG_KV_CHOICE_BF16:
+        return BG_CACHE_BF16;
+    case BG_KV_CHOICE_F32:
+        return BG_CACHE_F32;
+    default:
+        return job->compute == BG_COMPUTE_F32 ? BG_CACHE_F32 : BG_CACHE_F16;
     }
 }
 
@@ -75,7 +79,8 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, bg_error *err)
     return BG_OK;
 }
 
-bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m, bg_error *err)
+bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
+                         bg_error *err)
 {
     *p = (bg_memory_plan){0};
     int n_cpus = processors();
@@ -85,9 +90,9 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     p->max_num_seqs = (int)job->max_num_seqs;
     p->block_tokens = (int)job->block_size;
     p->max_model_len = (int)(job->max_model_len ? job->max_model_len : m->desc.n_ctx_train);
-    p->max_step_tokens = (int)(job->max_num_batched_tokens > job->max_num_seqs
-                                   ? job->max_num_batched_tokens
-                                   : job->max_num_seqs);
+    p->max_step_tokens =
+        (int)(job->max_num_batched_tokens > job->max_num_seqs ? job->max_num_batched_tokens
+                                                              : job->max_num_seqs);
     p->cache_type = cache_type(job);
     bg_shard shards[64];
     for (int r = 0; r < p->tp; r++) {

@@ -28,7 +28,8 @@ bool bg_strings_add(bg_strings *s, const char *text)
 
 void bg_strings_release(bg_strings *s)
 {
-    for (int i = 0; i < s->n; i++) free(s->v[i]);
+    for (int i = 0; i < s->n; i++)
+        free(s->v[i]);
     free(s->v);
     *s = (bg_strings){0};
 }
@@ -56,11 +57,13 @@ void bg_job_release(bg_job *job)
 static void claim(bg_job *job, const bg_option *o, source *from, source s)
 {
     source *f = &from[o - bg_options];
-    if (o->type == BG_OPT_LIST && *f != s) bg_strings_release((bg_strings *)((char *)job + o->offset));
+    if (o->type == BG_OPT_LIST && *f != s)
+        bg_strings_release((bg_strings *)((char *)job + o->offset));
     *f = s;
 }
 
-/* ---- flags ----------------------------------------------------------------------------------------- */
+/* ---- flags
+ * ----------------------------------------------------------------------------------------- */
 
 static bg_status set_flag(bg_job *job, const bg_option *o, const char *value, bool negated,
                           const char *where, source *from, bg_error *err)
@@ -77,7 +80,8 @@ static bg_status usable(const bg_option *o, int command, const char *where, bg_e
 {
     if (!o) return bg_fail(err, BG_ARG, "%s: no such option; --help lists them", where);
     if (!(o->commands & command))
-        return bg_fail(err, BG_ARG, "%s: this command has no such option; --help lists them", where);
+        return bg_fail(err, BG_ARG, "%s: this command has no such option; --help lists them",
+                       where);
     return BG_OK;
 }
 
@@ -159,7 +163,8 @@ static bg_status parse_flags(bg_job *job, int command, int argc, char *const *ar
     return st;
 }
 
-/* ---- environment and files --------------------------------------------------------------------------- */
+/* ---- environment and files
+ * --------------------------------------------------------------------------- */
 
 static void env_name(const bg_option *o, char *out, size_t size)
 {
@@ -215,21 +220,21 @@ static bg_status parse_file(bg_job *job, int command, const char *path, source s
     const char *dir = dirname(copy), *key;
     json_t *v;
     if (!st) json_object_foreach(root, key, v)
-    {
-        if (strcmp(key, "$schema") == 0) continue;
-        char where[256];
-        snprintf(where, sizeof where, "%s: %s", path, key);
-        const bg_option *o = bg_option_find(key, strlen(key));
-        if (!o || !o->in_files) {
-            st = bg_fail(err, BG_FORMAT, "%s: no such option; schemas/job.schema.json lists them",
-                         where);
-            break;
+        {
+            if (strcmp(key, "$schema") == 0) continue;
+            char where[256];
+            snprintf(where, sizeof where, "%s: %s", path, key);
+            const bg_option *o = bg_option_find(key, strlen(key));
+            if (!o || !o->in_files) {
+                st = bg_fail(err, BG_FORMAT,
+                             "%s: no such option; schemas/job.schema.json lists them", where);
+                break;
+            }
+            if (!(o->commands & command) || from[o - bg_options] > s || json_is_null(v)) continue;
+            claim(job, o, from, s);
+            st = bg_option_set_json(job, o, v, where, dir, err);
+            if (st) break;
         }
-        if (!(o->commands & command) || from[o - bg_options] > s || json_is_null(v)) continue;
-        claim(job, o, from, s);
-        st = bg_option_set_json(job, o, v, where, dir, err);
-        if (st) break;
-    }
     if (st == BG_ARG) st = err->status = BG_FORMAT; /* a bad value in a file is a bad file */
     json_decref(root);
     free(data);
@@ -237,7 +242,8 @@ static bg_status parse_file(bg_job *job, int command, const char *path, source s
     return st;
 }
 
-static bg_status parse_config(bg_job *job, int command, char *const *env, source *from, bg_error *err)
+static bg_status parse_config(bg_job *job, int command, char *const *env, source *from,
+                              bg_error *err)
 {
     const char *xdg = env_get(env, "XDG_CONFIG_HOME"), *home = env_get(env, "HOME");
     bg_buf path = {0};
@@ -257,7 +263,8 @@ static bg_status set_defaults(bg_job *job, bg_error *err)
     bg_status st = BG_OK;
     for (int i = 0; !st && i < bg_n_options; i++)
         if (bg_options[i].def)
-            st = bg_option_set_text(job, &bg_options[i], bg_options[i].def, bg_options[i].name, err);
+            st =
+                bg_option_set_text(job, &bg_options[i], bg_options[i].def, bg_options[i].name, err);
     return st;
 }
 
@@ -270,8 +277,7 @@ bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, 
     if (!st) st = parse_flags(job, command, argc, argv, from, err);
     if (!st && !job->help) {
         st = parse_env(job, command, env, from, err);
-        if (!st && job->job_file)
-            st = parse_file(job, command, job->job_file, FROM_JOB, from, err);
+        if (!st && job->job_file) st = parse_file(job, command, job->job_file, FROM_JOB, from, err);
         if (!st) st = parse_config(job, command, env, from, err);
     }
     free(from);

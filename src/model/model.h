@@ -44,13 +44,13 @@ typedef struct bg_desc {
     int window, window_period; /* layer l is windowed iff window && l % period < period - 1 */
     uint64_t window_layers[8]; /* one bit a layer, resolved from the period or the array */
     uint64_t n_params, weight_bytes;
-    int64_t n_unused; /* tensors of the file that the architecture does not use */
+    int64_t n_unused;     /* tensors of the file that the architecture does not use */
     char unused_name[96]; /* the first of them */
 } bg_desc;
 
-/* Reads and checks hyper-parameters and every tensor's presence and shape. BG_FORMAT: damaged; BG_ARG:
- * an architecture or feature we do not have (named, with the list we have). Tensors the plan does not
- * use are counted in n_unused: worth a warning by the caller. */
+/* Reads and checks hyper-parameters and every tensor's presence and shape. BG_FORMAT: damaged;
+ * BG_ARG: an architecture or feature we do not have (named, with the list we have). Tensors the
+ * plan does not use are counted in n_unused: worth a warning by the caller. */
 bg_status bg_desc_read(bg_desc *d, const bg_gguf *g, bg_error *err);
 bool bg_layer_windowed(const bg_desc *d, int layer);
 /* Names of the supported architectures, NULL-terminated. */
@@ -66,8 +66,9 @@ typedef struct bg_shard {
     uint64_t weight_bytes;    /* as stored in the file */
 } bg_shard;
 
-/* The plan. Splits of K fall on quant blocks and may be uneven; every T from 1 to 8 (and more) gives a
- * valid plan, if need be with ranks that have no heads or no FFN columns. BG_ARG: tp < 1 or rank. */
+/* The plan. Splits of K fall on quant blocks and may be uneven; every T from 1 to 8 (and more)
+ * gives a valid plan, if need be with ranks that have no heads or no FFN columns. BG_ARG: tp < 1 or
+ * rank. */
 bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int rank, int tp,
                         bg_error *err);
 
@@ -89,8 +90,8 @@ typedef struct bg_model_config {
     void *ctx;
 } bg_model_config;
 
-/* Loads this rank's weights onto b and makes every buffer. g and b outlive the model: embedding rows
- * are looked up in the file's mapping. BG_ARG, BG_NOMEM, BG_FORMAT. */
+/* Loads this rank's weights onto b and makes every buffer. g and b outlive the model: embedding
+ * rows are looked up in the file's mapping. BG_ARG, BG_NOMEM, BG_FORMAT. */
 bg_status bg_model_load(bg_model **m, const bg_gguf *g, const bg_desc *d, bg_backend *b,
                         const bg_model_config *config, bg_error *err);
 void bg_model_free(bg_model *m);

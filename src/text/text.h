@@ -31,12 +31,16 @@ void bg_ids_release(bg_ids *ids);
 typedef struct bg_vocab bg_vocab;
 
 typedef enum bg_token_kind {
-    BG_TOKEN_NORMAL = 1, BG_TOKEN_UNKNOWN, BG_TOKEN_CONTROL, BG_TOKEN_USER, BG_TOKEN_UNUSED,
+    BG_TOKEN_NORMAL = 1,
+    BG_TOKEN_UNKNOWN,
+    BG_TOKEN_CONTROL,
+    BG_TOKEN_USER,
+    BG_TOKEN_UNUSED,
     BG_TOKEN_BYTE
 } bg_token_kind;
 
-/* Builds the tokenizer that g describes. BG_FORMAT: damaged, or a kind or `pre` we do not have (named
- * in the text). *v is the caller's; it keeps no pointer into g. */
+/* Builds the tokenizer that g describes. BG_FORMAT: damaged, or a kind or `pre` we do not have
+ * (named in the text). *v is the caller's; it keeps no pointer into g. */
 bg_status bg_vocab_new(bg_vocab **v, const bg_gguf *g, bg_error *err);
 void bg_vocab_free(bg_vocab *v);
 
@@ -45,7 +49,8 @@ int32_t bg_vocab_size(const bg_vocab *v);
 int32_t bg_vocab_bos(const bg_vocab *v);
 int32_t bg_vocab_eos(const bg_vocab *v);
 int32_t bg_vocab_find(const bg_vocab *v, const char *text, size_t n); /* exact token text, or -1 */
-/* Every token that ends a generation (eos, eot, eom and their known names), ascending; *n of them. */
+/* Every token that ends a generation (eos, eot, eom and their known names), ascending; *n of them.
+ */
 const int32_t *bg_vocab_eog(const bg_vocab *v, size_t *n);
 bool bg_vocab_add_bos(const bg_vocab *v);
 bool bg_vocab_add_eos(const bg_vocab *v);
@@ -75,10 +80,10 @@ bg_str bg_token_bytes(const bg_vocab *v, int32_t id, bool special);
 
 /* ---- detokeniser and stop strings: one for each sequence ------------------------------------- */
 
-/* Turns generated ids into text as they come. Bytes that may still become a UTF-8 character are held
- * back, and so is text that may be the start of a stop string; what can never become valid becomes
- * U+FFFD. Text starts after the prompt: the prompt never matches a stop string, and no leading space
- * is stripped from a continuation. */
+/* Turns generated ids into text as they come. Bytes that may still become a UTF-8 character are
+ * held back, and so is text that may be the start of a stop string; what can never become valid
+ * becomes U+FFFD. Text starts after the prompt: the prompt never matches a stop string, and no
+ * leading space is stripped from a continuation. */
 typedef struct bg_detok bg_detok;
 
 /* Copies the stop strings (n_stops may be 0, empty strings are refused before). NULL: no memory.
@@ -88,14 +93,16 @@ bg_detok *bg_detok_new(const bg_vocab *v, const char *const *stops, size_t n_sto
 void bg_detok_free(bg_detok *d);
 /* Appends the text that became certain to out. Returns the index of the stop string that ended the
  * text, the earliest occurrence in the text (ties: the longest), or -1. After a match no more text
- * comes. While a stop string that is there could still turn out to be part of one that began earlier,
- * or of a longer one at its place ("\n" of "\n\n"), nothing is decided yet: then -1, as before. */
+ * comes. While a stop string that is there could still turn out to be part of one that began
+ * earlier, or of a longer one at its place ("\n" of "\n\n"), nothing is decided yet: then -1, as
+ * before. */
 int bg_detok_add(bg_detok *d, int32_t id, bg_buf *out);
 /* The end: what was held back comes out, an unfinished character as U+FFFD. Returns the stop string
  * that ended the text if that was still undecided or known already, else -1. */
 int bg_detok_finish(bg_detok *d, bg_buf *out);
 
-/* ---- chat templates --------------------------------------------------------------------------- */
+/* ---- chat templates ---------------------------------------------------------------------------
+ */
 
 typedef struct bg_template bg_template;
 
@@ -114,9 +121,9 @@ typedef struct bg_chat_input {
 } bg_chat_input;
 
 typedef struct bg_chat_limits { /* 0: the default in parentheses */
-    size_t output_bytes; /* 64 MiB */
-    int64_t steps;       /* 10,000,000 expression and statement evaluations */
-    int depth;           /* 200 nested calls, loops, includes of macros */
+    size_t output_bytes;        /* 64 MiB */
+    int64_t steps;              /* 10,000,000 expression and statement evaluations */
+    int depth;                  /* 200 nested calls, loops, includes of macros */
 } bg_chat_limits;
 
 /* A rendered prompt: its text, and which bytes came from the template itself (trusted: they may
@@ -130,8 +137,9 @@ typedef struct bg_rendered {
 void bg_rendered_release(bg_rendered *r);
 
 /* Renders. BG_ARG: the template refused (raise_exception; its own message is the text) or failed on
- * this input; BG_NOMEM. Where provenance cannot be kept (a filter mixed both) bytes are untrusted. */
-bg_status bg_chat_render(const bg_template *t, const bg_chat_input *in, const bg_chat_limits *limits,
-                         bg_rendered *out, bg_error *err);
+ * this input; BG_NOMEM. Where provenance cannot be kept (a filter mixed both) bytes are untrusted.
+ */
+bg_status bg_chat_render(const bg_template *t, const bg_chat_input *in,
+                         const bg_chat_limits *limits, bg_rendered *out, bg_error *err);
 
 #endif

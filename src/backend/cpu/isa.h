@@ -11,7 +11,7 @@ typedef enum bg_isa {
     BG_ISA_AVX512_VNNI, /* and VNNI, VBMI */
 } bg_isa;
 
-bg_isa bg_isa_best(void); /* checks the operating system's support too (XGETBV) */
+bg_isa bg_isa_best(void);            /* checks the operating system's support too (XGETBV) */
 const char *bg_isa_name(bg_isa isa); /* "plain", "avx2", "avx512", "avx512vnni" */
 /* By name; false: unknown name. Whether this processor has it: isa <= bg_isa_best(). */
 bool bg_isa_by_name(const char *name, bg_isa *isa);

@@ -1,7 +1,7 @@
 /* backend/cpu/pool.h - the compute threads of one CPU rank.
  *
- * The caller is thread 0. Between two runs close together the others spin (a run starts in well under
- * a microsecond); after a short while without work they sleep on a futex. */
+ * The caller is thread 0. Between two runs close together the others spin (a run starts in well
+ * under a microsecond); after a short while without work they sleep on a futex. */
 #ifndef BG_BACKEND_CPU_POOL_H
 #define BG_BACKEND_CPU_POOL_H
 
@@ -19,8 +19,8 @@ int bg_pool_threads(const bg_pool *pool);
 void bg_pool_run(bg_pool *pool, void (*fn)(void *ctx, int thread, int n_threads), void *ctx);
 /* All threads meet; callable only inside fn, by all of them. */
 void bg_pool_barrier(bg_pool *pool);
-/* Dynamic work inside fn: the next index of [0, n) not yet given out in this run, or n or more when none
- * is left; a counter of this run, reset by bg_pool_run() and bg_pool_barrier_reset(). */
+/* Dynamic work inside fn: the next index of [0, n) not yet given out in this run, or n or more when
+ * none is left; a counter of this run, reset by bg_pool_run() and bg_pool_barrier_reset(). */
 int bg_pool_next(bg_pool *pool);
 void bg_pool_barrier_reset(bg_pool *pool); /* a barrier that also sets the counter back to 0 */
 

@@ -180,7 +180,11 @@ typedef struct run {
     int chunk;
     int n_seqs;
     const seq *seqs;
-    int generate; /* > 0: sample greedily this many tokens after each prompt, all together */
+    int generate;    /* > 0: sample greedily this many tokens after each prompt, all together */
+    int step_tokens; /* of the largest step; 0: STEP_TOKENS */
+    /* Called on rank 0 with each row of logits in place of keeping them. */
+    void (*on_row)(void *ctx, int seq, int pos, const float *row);
+    void *ctx;
     /* results */
     bg_desc desc;
     float **logits;     /* rank 0's: [seq][n * vocab] */
@@ -220,7 +224,7 @@ static int plan_steps(const run *r, step **steps)
         int done[MAX_SEQS] = {0};
         for (uint64_t turn = 0;; turn++) {
             step s = {0};
-            int room = STEP_TOKENS;
+            int room = r->step_tokens;
             for (int i = 0; i < r->n_seqs; i++) {
                 const int q = (int)((i + turn) % (uint64_t)r->n_seqs); /* places change too */
                 static const int sizes[] = {1, 3, 16, 64, 1, 33, 7, 150, 2, 5};
@@ -277,7 +281,7 @@ static bg_status run_steps(rank_job *j, bg_model *m, bg_backend *b, int32_t *con
 {
     const run *r = j->r;
     const size_t vocab = (size_t)r->desc.vocab_size;
-    float *rows = malloc(vocab * STEP_TOKENS * sizeof *rows);
+    float *rows = malloc(vocab * (size_t)r->step_tokens * sizeof *rows);
     bg_status st = BG_OK;
     for (int i = 0; !st && i < j->n_steps; i++) {
         const step *s = &j->steps[i];
@@ -294,8 +298,11 @@ static bg_status run_steps(rank_job *j, bg_model *m, bg_backend *b, int32_t *con
         if (!st) st = bg_op_fetch_logits(b, rows, &j->err);
         const float *row = rows;
         for (int k = 0; !st && k < s->n_seqs; k++) {
-            memcpy(j->logits[s->seq[k]] + (size_t)s->pos0[k] * vocab, row,
-                   (size_t)s->n[k] * vocab * sizeof *row);
+            for (int t = 0; r->on_row && j->rank == 0 && t < s->n[k]; t++)
+                r->on_row(r->ctx, s->seq[k], s->pos0[k] + t, row + (size_t)t * vocab);
+            if (!r->on_row)
+                memcpy(j->logits[s->seq[k]] + (size_t)s->pos0[k] * vocab, row,
+                       (size_t)s->n[k] * vocab * sizeof *row);
             row += (size_t)s->n[k] * vocab;
         }
     }
@@ -315,7 +322,7 @@ static bg_status run_generate(rank_job *j, bg_model *m, bg_backend *b, int32_t *
         for (int q = 0; q < r->n_seqs; q++) {
             const int n_prompt = r->seqs[q].n_prompt;
             const bool prefill = q >= started;
-            if (prefill && (q > started || tokens + n_prompt > STEP_TOKENS)) break;
+            if (prefill && (q > started || tokens + n_prompt > r->step_tokens)) break;
             if (!prefill && have[q] >= r->generate) continue;
             const int pos0 = prefill ? 0 : n_prompt + have[q] - 1;
             parts[n] = (bg_seq_step){.slot = q,
@@ -361,9 +368,9 @@ static void *run_rank(void *arg)
         .n_threads = r->threads ? r->threads : 1,
         .first_cpu = -1,
         .check = r->check,
-        .max_tokens = STEP_TOKENS,
+        .max_tokens = r->step_tokens,
         .max_seqs = MAX_SEQS,
-        .max_out = r->generate ? MAX_SEQS : STEP_TOKENS,
+        .max_out = r->generate ? MAX_SEQS : r->step_tokens,
         .max_ctx = 1024,
         .vocab_size = r->desc.vocab_size,
         .isa = r->isa,
@@ -407,6 +414,7 @@ UNUSED static bg_status run_model(run *r, bg_error *err)
     pthread_t threads[MAX_TP];
     bg_status st = BG_OK;
     if (!r->tp) r->tp = 1;
+    if (!r->step_tokens) r->step_tokens = STEP_TOKENS;
     if (!r->g) st = bg_gguf_open(&opened, r->path, err);
     const bg_gguf *g = r->g ? r->g : opened;
     if (!st) st = bg_desc_read(&r->desc, g, err);
@@ -419,7 +427,7 @@ UNUSED static bg_status run_model(run *r, bg_error *err)
         jobs[k].shm = r->tp > 1 ? shm : NULL;
         jobs[k].logits = calloc((size_t)r->n_seqs, sizeof *jobs[k].logits);
         jobs[k].out = calloc((size_t)r->n_seqs, sizeof *jobs[k].out);
-        for (int q = 0; !r->generate && q < r->n_seqs; q++)
+        for (int q = 0; !r->generate && !r->on_row && q < r->n_seqs; q++)
             jobs[k].logits[q] =
                 calloc((size_t)r->seqs[q].n * (size_t)r->desc.vocab_size, sizeof(float));
         if (r->tp > 1) pthread_create(&threads[k], NULL, run_rank, &jobs[k]);

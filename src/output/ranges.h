@@ -1,0 +1,9 @@
+/* output/ranges.h - what this folder needs of record sets beyond output.h. */
+#ifndef BG_OUTPUT_RANGES_H
+#define BG_OUTPUT_RANGES_H
+
+#include "output/output.h"
+
+void bg_ranges_clear(bg_ranges *s); /* empty, memory kept */
+
+#endif

@@ -8,6 +8,7 @@
 #include <jansson.h>
 
 #include "input/input.h"
+#include "support/schema.h"
 
 /* Cases decided later than here, by the tokenizer, the template or the vocabulary. */
 static bool later(const char *file, int64_t line)
@@ -174,4 +175,46 @@ Test(cases, codes)
     }
     for (int k = 0; k < MAX_LINES; k++)
         free(out[k].id);
+}
+
+/* schemas/request.schema.json and the parser agree, wherever a schema can decide. */
+Test(cases, schema_agrees)
+{
+    static const char *const files[] = {"bom.jsonl",     "linesep.jsonl", "malformed.jsonl",
+                                        "numbers.jsonl", "stops.jsonl",   "empty_prompts.jsonl",
+                                        "roles.jsonl",   "schemas.jsonl", "limits.jsonl",
+                                        "resume.jsonl",  "crlf.jsonl"};
+    json_error_t e;
+    json_t *schema = json_load_file("schemas/request.schema.json", 0, &e);
+    cr_assert(schema, "%s", e.text);
+    int agreed[2] = {0};
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        char path[256], why[256];
+        snprintf(path, sizeof path, "tests/golden/cases/%s", files[i]);
+        const char *paths[] = {path};
+        bg_error err = {0};
+        bg_input *in;
+        cr_assert_eq(bg_input_open(&in, paths, 1, 0, &err), BG_OK, "%s", err.text);
+        bg_gen gen;
+        bg_gen_defaults(&gen);
+        bg_line line;
+        bool got;
+        while (!bg_input_next(in, &line, &got, &err) && got) {
+            json_t *v = json_loadb(line.data, line.n, 0, NULL);
+            if (!v) continue;
+            bg_request r;
+            cr_assert_eq(bg_request_parse(&r, &line, &gen, NULL, &err), BG_OK);
+            bool ok = !r.error_code, fit = schema_fits(schema, v, why, sizeof why);
+            /* the schema does not tell a user's null content from an assistant's */
+            if (!ok && strstr(r.error_message, "content is null")) fit = false;
+            cr_expect_eq(ok, fit, "%s:%lld: parser: %s, schema: %s", files[i], (long long)line.line,
+                         ok ? "ok" : r.error_message, fit ? "ok" : why);
+            agreed[ok]++;
+            bg_request_release(&r);
+            json_decref(v);
+        }
+        bg_input_close(in);
+    }
+    cr_expect(agreed[0] > 30 && agreed[1] > 100, "%d %d", agreed[0], agreed[1]);
+    json_decref(schema);
 }

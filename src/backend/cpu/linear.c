@@ -188,13 +188,16 @@ bg_status bg_cpu_linear_new(bg_linear **linear, const bg_linear_spec *spec, bg_c
                                                   : (size_t)p->n_groups * p->group_bytes;
         p->data = alloc_aligned(bytes);
         const size_t bias_n = (size_t)p->n_groups * LIN_ROWS;
-        if (s->bias && s->n_rows) p->bias = calloc(bias_n, sizeof *p->bias);
+        if (s->bias && s->n_rows) p->bias = alloc_aligned(bias_n * sizeof *p->bias);
         if (!p->data || (s->bias && s->n_rows && !p->bias)) {
             st = bg_fail(err, BG_NOMEM, "tensor %s: out of memory (%zu bytes)",
                          s->name ? s->name : spec->name, bytes);
             goto out;
         }
-        if (p->bias) memcpy(p->bias, s->bias, (size_t)s->n_rows * sizeof *p->bias);
+        if (p->bias) {
+            memset(p->bias, 0, bias_n * sizeof *p->bias);
+            memcpy(p->bias, s->bias, (size_t)s->n_rows * sizeof *p->bias);
+        }
         l->bytes += bytes + (p->bias ? bias_n * sizeof *p->bias : 0);
     }
     struct repack_job job = {l, spec};
@@ -382,17 +385,16 @@ static void run_float(const struct run_job *job, const struct part *p, int64_t g
 
 static void run_integer(const struct run_job *job, const struct part *p, int64_t g)
 {
-    _Alignas(ALIGN) float sum[LIN_MAX_TILE][LIN_ROWS];
     _Alignas(ALIGN) static const float no_bias[LIN_ROWS];
     const bg_linear *l = job->l;
     const uint8_t *group = p->data + (size_t)g * p->group_bytes;
     const lin_start start = lin_formats[p->format].start;
-    const float *bias = p->bias ? p->bias + g * LIN_ROWS : no_bias;
-    const int64_t n_out = rows_of_group(p, g);
     lin_tile a = {.quants = group,
                   .scales = group + p->scales_offset,
                   .n_blocks = l->n_cols / LIN_BLOCK,
-                  .sum = sum};
+                  .out_stride = job->out_stride,
+                  .n_rows = (int)rows_of_group(p, g),
+                  .bias = p->bias ? p->bias + g * LIN_ROWS : no_bias};
     for (int t = 0; t < job->n_rows; t += LIN_MAX_TILE) {
         const int w = tile_width(job, t);
         const lin_acts acts = tile_acts(l, &job->acts, t);
@@ -400,12 +402,8 @@ static void run_integer(const struct run_job *job, const struct part *p, int64_t
         a.d = acts.d;
         a.ds = acts.ds;
         a.start = acts.start[start];
+        a.out = job->out + t * job->out_stride + p->col0 + g * LIN_ROWS;
         l->isa->tile[p->format](&a, w);
-        for (int i = 0; i < w; i++) {
-            float *o = job->out + (t + i) * job->out_stride + p->col0 + g * LIN_ROWS;
-            for (int64_t r = 0; r < n_out; r++)
-                o[r] = sum[i][r] + bias[r];
-        }
     }
 }
 

@@ -54,10 +54,44 @@ static void unpack(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *q
     lin_unpack_any(panel, format, quants, scales, n);
 }
 
+static int32_t fold(__m256i v, bool max)
+{
+    __m128i a = _mm256_castsi256_si128(v), b = _mm256_extracti128_si256(v, 1);
+    a = max ? _mm_max_epi32(a, b) : _mm_add_epi32(a, b);
+    b = _mm_shuffle_epi32(a, 0x4e);
+    a = max ? _mm_max_epi32(a, b) : _mm_add_epi32(a, b);
+    b = _mm_shuffle_epi32(a, 0xb1);
+    return _mm_cvtsi128_si32(max ? _mm_max_epi32(a, b) : _mm_add_epi32(a, b));
+}
+
+/* lin_quantize_any() with a token's 32 values in four registers. */
 static void quantize(const lin_acts *a, const float *x, int64_t x_stride, int w, int64_t b0,
                      int64_t b1)
 {
-    lin_quantize_any(a, x, x_stride, w, b0, b1);
+    const __m256i positive = _mm256_set1_epi32(0x7fffffff);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* undoes the packs' lanes */
+    for (int64_t b = b0; b < b1; b++, x += LIN_BLOCK) {
+        for (int t = 0; t < w; t++) {
+            const int64_t at = b * w + t;
+            __m256 v[4];
+            __m256i q[4], big = _mm256_setzero_si256();
+            for (int i = 0; i < 4; i++) {
+                v[i] = _mm256_loadu_ps(x + t * x_stride + 8 * i);
+                big = _mm256_max_epi32(big, _mm256_and_si256(_mm256_castps_si256(v[i]), positive));
+            }
+            const float max = bg_f32_from_bits((uint32_t)fold(big, true));
+            const bool none = max < 0x1p-100f;
+            const float d = none ? 0.0f : max / 127.0f, id = none ? 0.0f : 127.0f / max;
+            for (int i = 0; i < 4; i++)
+                q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(id)));
+            const __m256i packed =
+                _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+            _mm256_storeu_si256((__m256i *)(a->q + at * LIN_BLOCK),
+                                _mm256_permutevar8x32_epi32(packed, order));
+            lin_put_scales(a, b, w, t, d, fold(_mm256_add_epi32(q[0], q[1]), false),
+                           fold(_mm256_add_epi32(q[2], q[3]), false));
+        }
+    }
 }
 
 /* ---- integer kernels
@@ -151,6 +185,16 @@ LIN_INLINE __m256 block_scale(lin_format format, const uint8_t *s, int half)
     return _mm256_loadu_ps(d);
 }
 
+LIN_INLINE void put(const lin_tile *a, const __m256 *acc, int half, int t0, int W)
+{
+    const __m256 bias = _mm256_load_ps(a->bias + 8 * half);
+    const __m256i row = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(a->n_rows - 8 * half), row);
+    for (int t = 0; t < W; t++)
+        _mm256_maskstore_ps(a->out + (t0 + t) * a->out_stride + 8 * half, mask,
+                            _mm256_add_ps(acc[t], bias));
+}
+
 /* Rows [8 half, 8 half + 8) times tokens [t0, t0 + W) of the tile's w. */
 LIN_INLINE void part_blocks(lin_format format, const lin_tile *a, int w, int half, int t0, int W)
 {
@@ -178,8 +222,7 @@ LIN_INLINE void part_blocks(lin_format format, const lin_tile *a, int w, int hal
                                          _mm256_broadcast_ss(a->ds + at + t), acc[t]);
         }
     }
-    for (int t = 0; t < W; t++)
-        _mm256_store_ps(a->sum[t0 + t] + 8 * half, acc[t]);
+    put(a, acc, half, t0, W);
 }
 
 LIN_INLINE __m256i rows_i8(const int8_t *s)
@@ -249,8 +292,7 @@ LIN_INLINE void part_super(lin_format format, const lin_tile *a, int w, int half
         for (int t = 0; t < W; t++)
             acc[t] = _mm256_fmadd_ps(e[t], _mm256_loadu_ps(s.d + 8 * half), acc[t]);
     }
-    for (int t = 0; t < W; t++)
-        _mm256_store_ps(a->sum[t0 + t] + 8 * half, acc[t]);
+    put(a, acc, half, t0, W);
 }
 
 /* The largest W that 16 registers hold is 4. */

@@ -63,10 +63,29 @@ void lin_unpack_avx512(float (*panel)[LIN_ROWS], lin_format format, const uint8_
     lin_unpack_any(panel, format, quants, scales, n);
 }
 
+/* lin_quantize_any() with a token's 32 values in two registers. */
 void lin_quantize_avx512(const lin_acts *a, const float *x, int64_t x_stride, int w, int64_t b0,
                          int64_t b1)
 {
-    lin_quantize_any(a, x, x_stride, w, b0, b1);
+    const __m512i positive = _mm512_set1_epi32(0x7fffffff);
+    for (int64_t b = b0; b < b1; b++, x += LIN_BLOCK) {
+        for (int t = 0; t < w; t++) {
+            const int64_t at = b * w + t;
+            const __m512 lo = _mm512_loadu_ps(x + t * x_stride);
+            const __m512 hi = _mm512_loadu_ps(x + t * x_stride + 16);
+            const __m512i big =
+                _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(lo), positive),
+                                 _mm512_and_si512(_mm512_castps_si512(hi), positive));
+            const float max = bg_f32_from_bits((uint32_t)_mm512_reduce_max_epi32(big));
+            const bool none = max < 0x1p-100f;
+            const float d = none ? 0.0f : max / 127.0f, id = none ? 0.0f : 127.0f / max;
+            const __m512i ql = _mm512_cvtps_epi32(_mm512_mul_ps(lo, _mm512_set1_ps(id)));
+            const __m512i qh = _mm512_cvtps_epi32(_mm512_mul_ps(hi, _mm512_set1_ps(id)));
+            int8_t *q = a->q + at * LIN_BLOCK;
+            _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8(ql));
+            _mm_storeu_si128((__m128i *)(q + 16), _mm512_cvtepi32_epi8(qh));
+            lin_put_scales(a, b, w, t, d, _mm512_reduce_add_epi32(ql), _mm512_reduce_add_epi32(qh));
+        }
+    }
 }
-
 #endif

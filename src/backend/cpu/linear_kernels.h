@@ -94,7 +94,10 @@ typedef struct lin_tile {
     const float *d, *ds;
     const int32_t *start; /* of the format's kind; NULL for LIN_START_NONE */
     int64_t n_blocks;
-    float (*sum)[LIN_ROWS]; /* [w] out, 64-byte aligned */
+    float *out; /* out[t * out_stride + r], r < n_rows, = sum + bias[r]; of any alignment */
+    int64_t out_stride;
+    int n_rows;        /* of the group that exist, 1..LIN_ROWS */
+    const float *bias; /* LIN_ROWS values, 64-byte aligned */
 } lin_tile;
 
 typedef void lin_tile_fn(const lin_tile *a, int w);

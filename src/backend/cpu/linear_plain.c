@@ -39,10 +39,17 @@ static void dot(int32_t *isum, int16_t (*w)[LIN_ROWS], const int8_t *q, int n)
     memcpy(isum, s, sizeof s);
 }
 
+static void put(const lin_tile *a, float (*acc)[LIN_ROWS], int w)
+{
+    for (int t = 0; t < w; t++)
+        for (int r = 0; r < a->n_rows; r++)
+            a->out[t * a->out_stride + r] = acc[t][r] + a->bias[r];
+}
+
 LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int w)
 {
     const lin_format_info *f = &lin_formats[format];
-    memset(a->sum, 0, (size_t)w * sizeof *a->sum);
+    float acc[LIN_MAX_TILE][LIN_ROWS] = {0};
     for (int64_t b = 0; b < a->n_blocks; b++) {
         int16_t v[LIN_BLOCK][LIN_ROWS];
         float d[LIN_ROWS], m[LIN_ROWS];
@@ -53,19 +60,20 @@ LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int w)
             int32_t isum[LIN_ROWS];
             dot(isum, v, a->q + at * LIN_BLOCK, LIN_BLOCK);
             for (int r = 0; r < LIN_ROWS; r++) {
-                float *o = &a->sum[t][r];
+                float *o = &acc[t][r];
                 *o = fmaf((float)isum[r], d[r] * a->d[at], *o);
                 if (format == LIN_Q4_1 || format == LIN_Q5_1) *o = fmaf(m[r], a->ds[at], *o);
             }
         }
     }
+    put(a, acc, w);
 }
 
 LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int w)
 {
     const lin_format_info *f = &lin_formats[format];
     const bool minima = format == LIN_Q4_K || format == LIN_Q5_K;
-    memset(a->sum, 0, (size_t)w * sizeof *a->sum);
+    float acc[LIN_MAX_TILE][LIN_ROWS] = {0};
     for (int64_t b0 = 0; b0 < a->n_blocks; b0 += 8) {
         lin_super s;
         float e[LIN_MAX_TILE][LIN_ROWS] = {0}, n[LIN_MAX_TILE][LIN_ROWS] = {0};
@@ -95,12 +103,13 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int w)
         }
         for (int t = 0; t < w; t++) {
             for (int r = 0; r < LIN_ROWS; r++) {
-                float *o = &a->sum[t][r];
+                float *o = &acc[t][r];
                 if (minima) *o = fmaf(n[t][r], -s.dmin[r], *o);
                 *o = fmaf(e[t][r], s.d[r], *o);
             }
         }
     }
+    put(a, acc, w);
 }
 
 #define TILE(NAME, KIND, FORMAT)               \

@@ -204,6 +204,22 @@ LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, cons
     }
 }
 
+/* What a block leaves besides q: d is its scale, s0 and s1 the sums of q over its halves. */
+LIN_INLINE void lin_put_scales(const lin_acts *a, int64_t b, int w, int t, float d, int32_t s0,
+                               int32_t s1)
+{
+    const int64_t at = b * w + t;
+    a->d[at] = d;
+    a->ds[at] = d * (float)(s0 + s1);
+    if (a->start[LIN_START_8]) a->start[LIN_START_8][at] = -8 * (s0 + s1);
+    if (a->start[LIN_START_16]) a->start[LIN_START_16][at] = -16 * (s0 + s1);
+    if (a->start[LIN_START_128]) a->start[LIN_START_128][at] = -128 * (s0 + s1);
+    if (a->start[LIN_START_32_HALVES]) {
+        a->start[LIN_START_32_HALVES][b * 2 * w + t] = -32 * s0;
+        a->start[LIN_START_32_HALVES][(b * 2 + 1) * w + t] = -32 * s1;
+    }
+}
+
 /* A NaN or infinity in x makes d NaN or infinite, and so reaches the result: the maximum is taken
  * over the bits, where NaN is the largest. */
 LIN_INLINE void lin_quantize_any(const lin_acts *a, const float *x, int64_t x_stride, int w,
@@ -233,16 +249,7 @@ LIN_INLINE void lin_quantize_any(const lin_acts *a, const float *x, int64_t x_st
                     sum[h] += (int8_t)n;
                 }
             }
-            const int64_t at = b * w + t;
-            a->d[at] = d;
-            a->ds[at] = d * (float)(sum[0] + sum[1]);
-            if (a->start[LIN_START_8]) a->start[LIN_START_8][at] = -8 * (sum[0] + sum[1]);
-            if (a->start[LIN_START_16]) a->start[LIN_START_16][at] = -16 * (sum[0] + sum[1]);
-            if (a->start[LIN_START_128]) a->start[LIN_START_128][at] = -128 * (sum[0] + sum[1]);
-            if (a->start[LIN_START_32_HALVES]) {
-                a->start[LIN_START_32_HALVES][b * 2 * w + t] = -32 * sum[0];
-                a->start[LIN_START_32_HALVES][(b * 2 + 1) * w + t] = -32 * sum[1];
-            }
+            lin_put_scales(a, b, w, t, d, sum[0], sum[1]);
         }
     }
 }

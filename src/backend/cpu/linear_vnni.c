@@ -110,6 +110,18 @@ LIN_INLINE __m512 block_scale(lin_format format, const uint8_t *s)
     return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, bits, tiny));
 }
 
+LIN_INLINE void put(const lin_tile *a, const __m512 *acc, int W)
+{
+    const __m512 bias = _mm512_load_ps(a->bias);
+    const __mmask16 rows = (__mmask16)(0xffffu >> (LIN_ROWS - a->n_rows));
+    float *out = a->out;
+    EACH_TOKEN(t)
+    {
+        _mm512_mask_storeu_ps(out, rows, _mm512_add_ps(acc[t], bias));
+        out += a->out_stride;
+    }
+}
+
 LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int W)
 {
     const lin_format_info *f = &lin_formats[format];
@@ -145,7 +157,7 @@ LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int W)
         ds += W;
         start += W;
     }
-    EACH_TOKEN(t) _mm512_store_ps(a->sum[t], acc[t]);
+    put(a, acc, W);
 }
 
 /* Scales and minima of Q4_K and Q5_K, 6 bits each, to bytes: [8][16] each. */
@@ -174,11 +186,12 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
     const int scale_bytes = format == LIN_Q6_K ? 288 : format == LIN_IQ4_XS ? 160 : 256;
     const bool minima = format == LIN_Q4_K || format == LIN_Q5_K;
     _Alignas(64) uint8_t sc_bytes[128], mn[128];
+    _Alignas(64) float sum[8][LIN_ROWS]; /* 8 more registers would not fit into the inner loops */
     const uint8_t *w = a->quants, *s = a->scales;
     const int8_t *q = a->q;
     const float *d = a->d, *ds = a->ds;
     const int32_t *start = a->start;
-    EACH_TOKEN(t) _mm512_store_ps(a->sum[t], _mm512_setzero_ps());
+    EACH_TOKEN(t) _mm512_store_ps(sum[t], _mm512_setzero_ps());
     for (int64_t b = a->n_blocks; b > 0; b -= 8) {
         const uint8_t *sc = s;
         if (minima) {
@@ -192,7 +205,7 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
             }
             const __m512 dmin = halves(s + 224);
             EACH_TOKEN(t)
-            _mm512_store_ps(a->sum[t], _mm512_fnmadd_ps(n[t], dmin, _mm512_load_ps(a->sum[t])));
+            _mm512_store_ps(sum[t], _mm512_fnmadd_ps(n[t], dmin, _mm512_load_ps(sum[t])));
         }
         __m512 e[8];
         EACH_TOKEN(t) e[t] = _mm512_setzero_ps();
@@ -226,9 +239,12 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
                                          : format == LIN_IQ4_XS ? 128
                                                                 : 192));
         EACH_TOKEN(t)
-        _mm512_store_ps(a->sum[t], _mm512_fmadd_ps(e[t], scale, _mm512_load_ps(a->sum[t])));
+        _mm512_store_ps(sum[t], _mm512_fmadd_ps(e[t], scale, _mm512_load_ps(sum[t])));
         s += scale_bytes;
     }
+    __m512 acc[8];
+    EACH_TOKEN(t) acc[t] = _mm512_load_ps(sum[t]);
+    put(a, acc, W);
 }
 
 #define TILE(NAME, KIND, FORMAT)               \

@@ -159,6 +159,7 @@ def make(path, folder):
         for arith, file in (("native", path), ("exact", f32)):
             llm = load(file)
             if arith == "native":
+                golden["n_vocab"] = llm.n_vocab()
                 golden["chat"] = chat(llm)
                 golden["prompts"] = [{"name": name, "text": text or TEXT[:len(TEXT) // 2]} for name, text in PROMPTS]
                 golden["text"] = {"text": TEXT}

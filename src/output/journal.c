@@ -22,13 +22,30 @@ void bg_journal_reader_release(bg_journal_reader *r)
     bg_buf_release(&r->buf);
 }
 
+static bool has_hash(const char *s, size_t n)
+{
+    char hex[17];
+    if (n < TAIL + 2 || s[n - TAIL] != ' ') return false;
+    bg_hex64(bg_hash64(s, n - TAIL, 0), hex);
+    return memcmp(hex, s + n - HASH_CHARS, HASH_CHARS) == 0;
+}
+
+/* Whether a whole entry ends the damaged line s[0..n). */
+static bool hides_whole(const char *s, size_t n)
+{
+    static const char *const starts[] = {"{\"commit\":{", "{\"run\":{", "{\"end\":{"};
+    for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
+        size_t n_start = strlen(starts[i]);
+        for (const char *p = s; (p = memmem(p, n - (size_t)(p - s), starts[i], n_start)); p++)
+            if (has_hash(p, n - (size_t)(p - s))) return true;
+    }
+    return false;
+}
+
 /* s[0..n) without its LF. NULL: damaged, unless *nomem. */
 static json_t *entry_object(const char *s, size_t n, bool *nomem)
 {
-    char hex[17];
-    if (n < TAIL + 2 || s[n - TAIL] != ' ') return NULL;
-    bg_hex64(bg_hash64(s, n - TAIL, 0), hex);
-    if (memcmp(hex, s + n - HASH_CHARS, HASH_CHARS) != 0) return NULL;
+    if (!has_hash(s, n)) return NULL;
     json_error_t e = {0};
     json_t *v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, &e);
     if (!v && (!e.text[0] || json_error_code(&e) == json_error_out_of_memory)) *nomem = true;
@@ -68,6 +85,7 @@ bg_status bg_journal_next(bg_journal_reader *r, bg_journal_entry *e, bool *got, 
     if (!lf && n == 0) return BG_OK;
     bool nomem = false;
     if (lf) e->object = entry_object(r->buf.data + r->pos, n, &nomem);
+    if (lf && !e->object && !nomem) e->hides_whole = hides_whole(r->buf.data + r->pos, n);
     if (nomem) return bg_fail(err, BG_NOMEM, "%s: out of memory", r->name);
     if (lf) n++;
     e->start = r->offset;

@@ -32,6 +32,7 @@ typedef struct bg_journal_reader {
 
 typedef struct bg_journal_entry {
     json_t *object;      /* the reader's caller frees it; NULL: the line is damaged */
+    bool hides_whole;    /* damaged, but a whole entry is at its end: the LF before it is gone */
     uint64_t start, end; /* its bytes in the file, LF included */
 } bg_journal_entry;
 

@@ -239,17 +239,14 @@ static bg_status take_entry(walk *w, const bg_journal_entry *e, bg_error *err)
 /* ---- the whole
  * --------------------------------------------------------------------------------------- */
 
-/* What a crash can leave of the very first write: a part of it, or zeros in its place. */
+/* What a crash can leave of the very first write: its beginning, or zeros in place of it. */
 static bg_status torn_start(const bg_recover_files *f, bool *yes, bg_error *err)
 {
     static const char start[] = "{\"batchgen\":";
-    char head[4096];
+    char head[sizeof start - 1];
     size_t n;
     bg_status st = bg_pread_full(f->journal_fd, head, sizeof head, 0, &n, f->journal_name, err);
-    size_t zeros = 0, cmp = n < sizeof start - 1 ? n : sizeof start - 1;
-    while (zeros < n && !head[zeros])
-        zeros++;
-    *yes = zeros == n || memcmp(head, start, cmp) == 0;
+    *yes = n == 0 || head[0] == 0 || memcmp(head, start, n) == 0;
     return st;
 }
 
@@ -360,7 +357,7 @@ bg_status bg_recover(bg_recovery *r, const bg_recover_files *f, const bg_writer_
         if (!e.object) {
             if (!damaged) damaged_at = e.start;
             damaged = true;
-            continue;
+            if (!e.hides_whole) continue;
         }
         if (damaged)
             st = broken(&w, damaged_at, "damaged, but whole again after it", err);

@@ -135,6 +135,7 @@ static bool id_text(bg_parse *c, const json_t *v)
 /* The id of a line that is not valid up to `end`. */
 static bool salvage_id(bg_parse *c, const char *s, size_t n, const bg_scan *scan)
 {
+    c->r->openai = scan->batch; /* so that the error takes the form that its neighbours have */
     if (!scan->id_n || scan->id_at + scan->id_n > n) return true;
     json_t *v = json_loadb(s + scan->id_at, scan->id_n, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
     bool ok = v ? id_text(c, v) : true;

@@ -92,6 +92,9 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
                 top->key_n = stop - i - 2;
                 if (depth == 1 && key_is(s, top, "custom_id")) custom.count++;
                 if (depth == 1 && key_is(s, top, "id")) plain.count++;
+                if (depth == 1 && (key_is(s, top, "custom_id") || key_is(s, top, "method") ||
+                                   key_is(s, top, "url") || key_is(s, top, "body")))
+                    out->batch = true;
             } else if (depth == 1 && top->object && (c == '"' || stop < end)) {
                 /* (a word that touches the end may go on behind it) */
                 found *f = key_is(s, top, "custom_id") ? &custom

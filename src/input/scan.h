@@ -5,12 +5,14 @@
 #ifndef BG_INPUT_SCAN_H
 #define BG_INPUT_SCAN_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 typedef struct bg_scan {
     size_t id_at,
-        id_n; /* the text of the outermost object's custom_id, else of its id; id_n 0: there is
-                 none in front of `end`, or it is there twice, or it is not whole */
+        id_n;   /* the text of the outermost object's custom_id, else of its id; id_n 0: there is
+                   none in front of `end`, or it is there twice, or it is not whole */
+    bool batch; /* a key of OpenAI batch lines is there: custom_id, method, url or body */
     char path[192]; /* of the value at `end`, "body.messages[2].content"; "": none */
 } bg_scan;
 

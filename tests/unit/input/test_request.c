@@ -460,6 +460,9 @@ Test(request, ids_of_broken_lines)
         bg_request r = parse(list[i].line);
         cr_assert(r.error_code, "%s", list[i].line);
         cr_expect(strstr(r.error_message, list[i].says), "%s: %s", list[i].line, r.error_message);
+        if (r.id)
+            cr_expect_eq(r.openai, strstr(list[i].line, "custom_id\":\"") != NULL, "%s",
+                         list[i].line);
         cr_expect(list[i].id ? r.id && !strcmp(r.id, list[i].id) : !r.id, "%s: id %s", list[i].line,
                   r.id);
         bg_request_release(&r);

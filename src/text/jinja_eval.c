@@ -175,7 +175,7 @@ bool jn_binary(jn_state *r, char op, jn_val a, jn_val b, jn_val *out)
         return float_binary(r, op, jn_as_float(a), jn_as_float(b), out);
     if (op == '+' && a.kind == JN_STR && b.kind == JN_STR) return jn_str_concat(r, a.s, b.s, out);
     if (op == '+' && is_seq(a) && a.kind == b.kind) return join_lists(r, a, b, out);
-    if (op == '%' && a.kind == JN_STR && b.kind != JN_UNDEF) return jn_printf(r, a.s, b, out);
+    if (op == '%' && a.kind == JN_STR) return jn_printf(r, a.s, b, out);
     if (op == '*' && jn_is_int(a) && (b.kind == JN_STR || is_seq(b))) {
         jn_val t = a;
         a = b;
@@ -454,14 +454,25 @@ static bool slice_str(jn_state *r, const jn_str *s, int64_t first, int64_t last,
 static bool slice_list(jn_state *r, jn_val v, int64_t first, int64_t last, int64_t by, jn_val *out)
 {
     jn_val part;
-    jn_kind kind = v.kind == JN_TUPLE ? JN_TUPLE : JN_LIST;
-    if (!jn_list_new(r, kind, 0, &part)) return false;
-    for (int64_t i = first; by > 0 ? i < last : i > last; i += by) {
-        jn_val x = is_seq(v) ? v.list->v[i] : jn_range_at(v.range, i);
-        if (!jn_list_add(r, part.list, x)) return false;
-    }
+    if (!jn_list_new(r, v.kind, 0, &part)) return false;
+    for (int64_t i = first; by > 0 ? i < last : i > last; i += by)
+        if (!jn_list_add(r, part.list, v.list->v[i])) return false;
     *out = part;
     return jn_work(r, part.list->n);
+}
+
+static bool slice_range(jn_state *r, const jn_range *g, int64_t first, int64_t last, int64_t by,
+                        jn_val *out)
+{
+    jn_range *part = jn_new(r, sizeof *part);
+    if (!part) return false;
+    int64_t n = by > 0 ? (last - first + by - 1) / by : (first - last - by - 1) / -by;
+    *part = (jn_range){.start = g->start + first * g->step, .stop = g->start + last * g->step};
+    if (__builtin_mul_overflow(g->step, by, &part->step))
+        part->step = by > 0 ? INT64_MAX : INT64_MIN; /* then there is one number at most */
+    part->n = n < 0 ? 0 : n;
+    *out = (jn_val){.kind = JN_RANGE, .range = part};
+    return true;
 }
 
 OUT_OF_LINE slice(jn_state *r, const jn_node *e, jn_val *out)
@@ -477,8 +488,9 @@ OUT_OF_LINE slice(jn_state *r, const jn_node *e, jn_val *out)
     if (!jn_length(r, v, &n) ||
         !jn_slice_bounds(r, part[0], part[1], part[2], n, &first, &last, &by))
         return false;
-    return v.kind == JN_STR ? slice_str(r, v.s, first, last, by, out)
-                            : slice_list(r, v, first, last, by, out);
+    if (v.kind == JN_STR) return slice_str(r, v.s, first, last, by, out);
+    if (v.kind == JN_RANGE) return slice_range(r, v.range, first, last, by, out);
+    return slice_list(r, v, first, last, by, out);
 }
 
 /* ---- calls, filters, tests

@@ -167,7 +167,7 @@ static outcome __attribute__((noinline)) iterate(jn_state *r, jn_loop *loop)
     static const char name[] = "loop";
     int loop_sym = jn_symbol(r->prog, name, sizeof name - 1);
     outcome o = env ? DONE : FAILED;
-    bool have = false;
+    bool have = false, ran = false; /* ran: some turn reached the end of the body */
     while (o == DONE || o == CONTINUE) {
         o = FAILED;
         if (!keep_up_to(r, loop, loop->at, &have)) break;
@@ -181,10 +181,11 @@ static outcome __attribute__((noinline)) iterate(jn_state *r, jn_loop *loop)
         r->env = env;
         o = run(r, s->list[0]);
         r->env = outer;
+        ran |= o == DONE;
         if (o != BREAK) loop->at++;
     }
     r->env = outer;
-    if (o == DONE && loop->at == 0 && s->list[1]) {
+    if (o != FAILED && !ran && s->list[1]) {
         if (!(r->env = new_env(r, loop->env))) {
             r->env = outer;
             return FAILED;

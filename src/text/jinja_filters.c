@@ -152,7 +152,7 @@ static bool indent(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     int64_t width = 4;
     jn_buf *b = jn_buf_new(r), *p = jn_buf_new(r);
     if (!b || !p || !jn_bind(r, "indent", a, "width first blank", 0, arg)) return false;
-    if (!jn_str_of(r, v, &s)) return false;
+    if (!jn_want_str(r, v, &s)) return false;
     if (arg[0].kind == JN_STR) {
         pad = arg[0];
     } else {
@@ -185,18 +185,18 @@ static bool truncate_(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     int64_t length = 255, leeway = 5, n;
     if (!jn_bind(r, "truncate", a, "length killwords end leeway", 0, arg)) return false;
     if (arg[2].kind == JN_MISSING && !jn_str_text(r, "...", &arg[2])) return false;
-    if (!jn_str_of(r, v, &s) || !jn_str_of(r, arg[2], &end)) return false;
+    if (!jn_str_of(r, arg[2], &end) || !jn_length(r, v, &n)) return false;
     if (arg[0].kind != JN_MISSING && !jn_want_int(r, arg[0], &length)) return false;
     if (arg[3].kind != JN_MISSING && arg[3].kind != JN_NONE && !jn_want_int(r, arg[3], &leeway))
         return false;
     int64_t n_end = (int64_t)jn_cp_count(jn_bytes(end), end->n);
     if (length < n_end) return jn_fail(r, "truncate: the length is shorter than the end text");
     if (leeway < 0) return jn_fail(r, "truncate: leeway must not be negative");
-    n = (int64_t)jn_cp_count(jn_bytes(s), s->n);
     if (n - length <= leeway) {
-        *out = (jn_val){.kind = JN_STR, .s = s};
+        *out = v;
         return true;
     }
+    if (!jn_want_str(r, v, &s)) return false;
     size_t keep = jn_cp_offset(jn_bytes(s), s->n, (size_t)(length - n_end));
     if (!jn_truth(arg[1])) {
         size_t space = jn_rfind(jn_bytes(s), keep, " ", 1);
@@ -309,7 +309,7 @@ static bool int_filter(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     if (arg[1].kind != JN_MISSING && !jn_want_int(r, arg[1], &base)) return false;
     if (base < 0 || base == 1 || base > 36) return jn_fail(r, "int: base must be 0 or 2 to 36");
     *out = arg[0].kind == JN_MISSING ? jn_int(0) : arg[0];
-    if (v.kind == JN_UNDEF) return true;
+    if (v.kind == JN_UNDEF) return jn_undef_fail(r, v.undef);
     if (v.kind == JN_STR) {
         if (!jn_parse_int(r, v.s, (int)base, &ok, &i)) return false;
         if (!ok && !jn_parse_float(v.s, &f)) return true;
@@ -330,6 +330,7 @@ static bool float_filter(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     jn_val def;
     double f;
     if (!jn_bind(r, "float", a, "default", 0, &def)) return false;
+    if (v.kind == JN_UNDEF) return jn_undef_fail(r, v.undef);
     *out = def.kind == JN_MISSING ? jn_float(0) : def;
     if (v.kind == JN_STR && jn_parse_float(v.s, &f)) *out = jn_float(f);
     if (jn_is_number(v)) *out = jn_float(jn_as_float(v));

@@ -207,7 +207,9 @@ bool jn_printf(jn_state *r, const jn_str *f, jn_val args, jn_val *out)
         i++;
         if (!directive(r, f, &i, &a, b)) return false;
     }
-    bool leftover = a.at < a.n && !a.by_name && args.kind != JN_DICT && args.kind != JN_LIST;
+    jn_kind k = args.kind; /* those that Python calls mappings need not be used up */
+    bool mapping = k == JN_DICT || k == JN_LIST || k == JN_RANGE || k == JN_UNDEF;
+    bool leftover = a.at < a.n && !a.by_name && !mapping;
     if (leftover) return jn_fail(r, "not all arguments converted during string formatting");
     return jn_finish(r, b, out);
 }

@@ -186,11 +186,12 @@ static bool list_copy(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 
 static bool list_index(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
-    jn_val v;
+    jn_val v, *items;
+    size_t n;
     bool eq;
-    if (!jn_bind(r, "index", a, "value", 1, &v)) return false;
-    for (size_t i = 0; i < self.list->n; i++) {
-        if (!jn_equal(r, self.list->v[i], v, &eq)) return false;
+    if (!jn_bind(r, "index", a, "value", 1, &v) || !jn_items(r, self, &items, &n)) return false;
+    for (size_t i = 0; i < n; i++) {
+        if (!jn_equal(r, items[i], v, &eq)) return false;
         if (!eq) continue;
         *out = jn_int((int64_t)i);
         return true;
@@ -200,15 +201,16 @@ static bool list_index(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 
 static bool list_count(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
-    jn_val v;
+    jn_val v, *items;
+    size_t n;
     bool eq;
-    int64_t n = 0;
-    if (!jn_bind(r, "count", a, "value", 1, &v)) return false;
-    for (size_t i = 0; i < self.list->n; i++) {
-        if (!jn_equal(r, self.list->v[i], v, &eq)) return false;
-        n += eq;
+    int64_t found = 0;
+    if (!jn_bind(r, "count", a, "value", 1, &v) || !jn_items(r, self, &items, &n)) return false;
+    for (size_t i = 0; i < n; i++) {
+        if (!jn_equal(r, items[i], v, &eq)) return false;
+        found += eq;
     }
-    *out = jn_int(n);
+    *out = jn_int(found);
     return true;
 }
 
@@ -268,6 +270,7 @@ const jn_func *jn_find_method(jn_val self, const char *name, size_t n)
     case JN_LIST:
         return jn_find_in(list, sizeof list / sizeof *list, name, n);
     case JN_TUPLE:
+    case JN_RANGE:
         return jn_find_in(tuple, sizeof tuple / sizeof *tuple, name, n);
     case JN_CYCLER:
         return jn_find_in(cycler, sizeof cycler / sizeof *cycler, name, n);

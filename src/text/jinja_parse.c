@@ -1053,9 +1053,16 @@ static bool generation(parser *p, jn_node *s)
     return block(p, "endgeneration", &body) && add(p, s, body);
 }
 
+/* {% print a, b %} prints both, where {{ a, b }} prints a tuple. */
 static bool print(parser *p, jn_node *s)
 {
-    return expression_list(p, &s->a) && over(p, s, s->a);
+    do {
+        jn_node *one = node(p, JN_S_PRINT);
+        if (s->n && !advance(p)) return false;
+        if (!one || !expression(p, &one->a) || !over(p, one, one->a) || !add(p, s, one))
+            return false;
+    } while (at_op(p, ','));
+    return true;
 }
 
 typedef struct statement_rule {
@@ -1074,7 +1081,7 @@ static bool statement(parser *p, jn_node **out)
         {"call", JN_S_CALL, call_block},
         {"filter", JN_S_FILTER, filter_block},
         {"with", JN_S_WITH, with_block},
-        {"print", JN_S_PRINT, print},
+        {"print", JN_S_BODY, print},
         {"break", JN_S_BREAK, loop_control},
         {"continue", JN_S_CONTINUE, loop_control},
         {"generation", JN_S_SCOPE, generation},

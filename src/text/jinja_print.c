@@ -87,7 +87,7 @@ static int repr_escape(uint32_t c, char quote, char *out)
     return sprintf(out, c < 0x100 ? "\\x%02x" : c < 0x10000 ? "\\u%04x" : "\\U%08x", c);
 }
 
-static bool repr_str(jn_state *r, const writer *w, const jn_str *s)
+static bool repr_quoted(jn_state *r, const writer *w, const jn_str *s)
 {
     const char *p = jn_bytes(s);
     char quote = memchr(p, '\'', s->n) && !memchr(p, '"', s->n) ? '"' : '\'';
@@ -103,6 +103,12 @@ static bool repr_str(jn_state *r, const writer *w, const jn_str *s)
         start = i + k;
     }
     return put(r, w, p + start, s->n - start) && put(r, w, &quote, 1);
+}
+
+static bool repr_str(jn_state *r, const writer *w, const jn_str *s)
+{
+    if (!s->safe) return repr_quoted(r, w, s);
+    return put_text(r, w, "Markup(") && repr_quoted(r, w, s) && put_text(r, w, ")");
 }
 
 static bool repr(jn_state *r, const writer *w, jn_val v);

@@ -122,7 +122,6 @@ static bool reverse(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 {
     jn_val l;
     if (!no_args(r, "reverse", a)) return false;
-    if (v.kind == JN_UNDEF) return jn_undef_fail(r, v.undef);
     if (!list_of(r, v, JN_LIST, &l)) return false;
     for (size_t i = 0, k = l.list->n; i + 1 < k; i++) {
         jn_val t = l.list->v[i];
@@ -146,22 +145,22 @@ static bool sort_key(jn_state *r, jn_val v, jn_val path, bool fold, jn_val *key)
     return !fold || key->kind != JN_STR || jn_str_lower(r, *key, &none, key);
 }
 
-/* The key of "a,b": a list of both. */
+/* The key of sort: a list with the value of each attribute of "a,b". */
 static bool sort_keys(jn_state *r, jn_val v, jn_val path, bool fold, jn_val *key)
 {
-    if (path.kind != JN_STR || !memchr(jn_bytes(path.s), ',', path.s->n))
-        return sort_key(r, v, path, fold, key);
-    jn_val l, part, k;
-    if (!jn_list_new(r, JN_LIST, 0, &l)) return false;
-    for (size_t at = 0; at <= path.s->n;) {
-        const char *p = jn_bytes(path.s) + at, *comma = memchr(p, ',', path.s->n - at);
-        size_t n = comma ? (size_t)(comma - p) : path.s->n - at;
-        if (!jn_str_sub(r, path.s, at, n, &part) || !sort_key(r, v, part, fold, &k) ||
-            !jn_list_add(r, l.list, k))
-            return false;
+    jn_val part = path, k;
+    if (!jn_list_new(r, JN_LIST, 1, key)) return false;
+    size_t n_path = path.kind == JN_STR ? path.s->n : 0;
+    for (size_t at = 0; at <= n_path;) {
+        size_t n = n_path - at;
+        if (path.kind == JN_STR) {
+            const char *p = jn_bytes(path.s) + at, *comma = memchr(p, ',', n);
+            if (comma) n = (size_t)(comma - p);
+            if (!jn_str_sub(r, path.s, at, n, &part)) return false;
+        }
+        if (!sort_key(r, v, part, fold, &k) || !jn_list_add(r, key->list, k)) return false;
         at += n + 1;
     }
-    *key = l;
     return true;
 }
 
@@ -195,15 +194,23 @@ static bool merge_sort(jn_state *r, keyed *v, size_t n, bool down)
     return true;
 }
 
-static bool sorted(jn_state *r, jn_val *items, size_t n, jn_val path, bool fold, bool down)
+typedef bool key_fn(jn_state *r, jn_val v, jn_val path, bool fold, jn_val *key);
+
+typedef struct order {
+    key_fn *key;
+    jn_val path;
+    bool fold, down;
+} order;
+
+static bool sorted(jn_state *r, jn_val *items, size_t n, const order *o)
 {
     keyed *k = jn_new_array(r, n, sizeof *k);
     if (!k) return false;
     for (size_t i = 0; i < n; i++) {
         k[i].v = items[i];
-        if (!sort_keys(r, items[i], path, fold, &k[i].key)) return false;
+        if (!o->key(r, items[i], o->path, o->fold, &k[i].key)) return false;
     }
-    if (!merge_sort(r, k, n, down)) return false;
+    if (!merge_sort(r, k, n, o->down)) return false;
     for (size_t i = 0; i < n; i++)
         items[i] = k[i].v;
     return true;
@@ -212,9 +219,9 @@ static bool sorted(jn_state *r, jn_val *items, size_t n, jn_val path, bool fold,
 static bool sort(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 {
     jn_val arg[3];
-    return jn_bind(r, "sort", a, "reverse case_sensitive attribute", 0, arg) &&
-           list_of(r, v, JN_LIST, out) &&
-           sorted(r, out->list->v, out->list->n, arg[2], !jn_truth(arg[1]), jn_truth(arg[0]));
+    if (!jn_bind(r, "sort", a, "reverse case_sensitive attribute", 0, arg)) return false;
+    const order o = {sort_keys, arg[2], !jn_truth(arg[1]), jn_truth(arg[0])};
+    return list_of(r, v, JN_LIST, out) && sorted(r, out->list->v, out->list->n, &o);
 }
 
 static bool dictsort(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
@@ -231,8 +238,8 @@ static bool dictsort(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     for (size_t i = 0; i < v.dict->n; i++)
         if (!jn_pair(r, v.dict->e[i].k, v.dict->e[i].v, &pair) || !jn_list_add(r, out->list, pair))
             return false;
-    return sorted(r, out->list->v, out->list->n, jn_int(by_value), !jn_truth(arg[0]),
-                  jn_truth(arg[2]));
+    const order o = {sort_key, jn_int(by_value), !jn_truth(arg[0]), jn_truth(arg[2])};
+    return sorted(r, out->list->v, out->list->n, &o);
 }
 
 static bool unique(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
@@ -331,8 +338,11 @@ static bool map_attribute(jn_state *r, const jn_args *a, const jn_val *items, si
 static bool map(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 {
     jn_val *items, l, x;
-    size_t n;
+    size_t n = 0;
+    if (!jn_truth(v))
+        v = (jn_val){.kind = JN_UNDEF}; /* nothing to walk, and arguments are not read */
     if (!jn_items(r, v, &items, &n) || !jn_list_new(r, JN_LIST, n, &l)) return false;
+    if (n == 0) return jn_iter_of(r, l, out);
     if (a->n == 0) {
         if (a->n_kw == 0) return jn_fail(r, "map requires a filter argument");
         return map_attribute(r, a, items, n, l.list) && jn_iter_of(r, l, out);
@@ -361,6 +371,7 @@ static bool choose(jn_state *r, jn_val v, const jn_args *a, selection how, jn_va
     size_t n, skip = how.by_attr;
     const jn_str *name;
     const jn_func *test = NULL;
+    if (!jn_truth(v)) return jn_list_new(r, JN_LIST, 0, &l) && jn_iter_of(r, l, out);
     if (how.by_attr && a->n == 0) return jn_fail(r, "the name of an attribute is missing");
     if (a->n > skip) {
         if (!jn_want_str(r, a->v[skip], &name)) return false;
@@ -454,8 +465,8 @@ static bool groupby(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     bool eq = false;
     if (!jn_bind(r, "groupby", a, "attribute default case_sensitive", 1, arg)) return false;
     bool fold = !jn_truth(arg[2]);
-    if (!list_of(r, v, JN_LIST, &all) ||
-        !sorted(r, all.list->v, all.list->n, arg[0], fold, false) ||
+    const order o = {sort_key, arg[0], fold, false};
+    if (!list_of(r, v, JN_LIST, &all) || !sorted(r, all.list->v, all.list->n, &o) ||
         !jn_list_new(r, JN_LIST, 0, out))
         return false;
     for (size_t i = 0; i < all.list->n; i++) {

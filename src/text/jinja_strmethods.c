@@ -92,6 +92,13 @@ bool jn_str_capitalize(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return no_args(r, "capitalize", a) && change_case(r, self.s, CAPITALIZE, out);
 }
 
+/* By way of upper case, where sharp s and ligatures come apart. */
+static bool casefold(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
+{
+    return no_args(r, "casefold", a) && change_case(r, self.s, UPPER, &self) &&
+           change_case(r, self.s, LOWER, out);
+}
+
 static bool title(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
     return no_args(r, "title", a) && change_case(r, self.s, TITLE, out);
@@ -659,7 +666,7 @@ const jn_func *jn_find_str_method(const char *name, size_t n)
 {
     static const jn_func table[] = {
         {"capitalize", jn_str_capitalize},
-        {"casefold", jn_str_lower},
+        {"casefold", casefold},
         {"center", center},
         {"count", count},
         {"endswith", endswith},

@@ -25,7 +25,7 @@ KIND_TEST(is_string, v.kind == JN_STR)
 KIND_TEST(is_mapping, v.kind == JN_DICT)
 KIND_TEST(is_escaped, v.kind == JN_STR && v.s->safe)
 KIND_TEST(is_callable, v.kind == JN_FUNC || v.kind == JN_METHOD || v.kind == JN_MACRO ||
-                           v.kind == JN_LOOP || v.kind == JN_JOINER)
+                           v.kind == JN_LOOP || v.kind == JN_JOINER || v.kind == JN_UNDEF)
 KIND_TEST(is_sequence, v.kind == JN_STR || v.kind == JN_LIST || v.kind == JN_TUPLE ||
                            v.kind == JN_DICT || v.kind == JN_RANGE || v.kind == JN_UNDEF)
 KIND_TEST(is_iterable, v.kind == JN_STR || v.kind == JN_LIST || v.kind == JN_TUPLE ||

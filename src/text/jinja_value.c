@@ -351,11 +351,15 @@ jn_val jn_range_at(const jn_range *g, int64_t i)
     return jn_int(g->start + i * g->step);
 }
 
-static bool str_items(jn_state *r, const jn_str *s, jn_val *items)
+static bool str_items(jn_state *r, const jn_str *s, jn_val *items, size_t n)
 {
-    for (size_t at = 0, k; at < s->n; at += k) {
-        k = jn_cp_len(jn_bytes(s) + at, s->n - at);
-        if (!jn_str_sub(r, s, at, k, items++)) return false;
+    jn_str *chars = jn_new_array(r, n, sizeof *chars);
+    if (!chars) return false;
+    for (size_t i = 0, at = 0; i < n; i++) {
+        size_t k = jn_cp_len(jn_bytes(s) + at, s->n - at);
+        chars[i] = (jn_str){.buf = s->buf, .off = s->off + at, .n = k};
+        items[i] = (jn_val){.kind = JN_STR, .s = &chars[i]};
+        at += k;
     }
     return true;
 }
@@ -394,7 +398,7 @@ bool jn_items(jn_state *r, jn_val v, jn_val **items, size_t *n)
     jn_val *made = jn_new_array(r, *n, sizeof *made);
     if (!made) return false;
     *items = made;
-    if (v.kind == JN_STR) return str_items(r, v.s, made);
+    if (v.kind == JN_STR) return str_items(r, v.s, made, *n);
     for (size_t i = 0; i < *n; i++)
         made[i] = v.kind == JN_DICT ? v.dict->e[i].k : jn_range_at(v.range, (int64_t)i);
     return true;

@@ -9,6 +9,10 @@
 
 #include "backend/cpu/linear_tiles.h"
 
+#ifndef AHEAD
+enum { AHEAD = 4096 };
+#endif
+
 #define EACH_TOKEN(t) _Pragma("GCC unroll 8") for (int t = 0; t < W; t++)
 
 LIN_INLINE __m512i load(const uint8_t *p)
@@ -110,6 +114,15 @@ LIN_INLINE __m512 block_scale(lin_format format, const uint8_t *s)
     return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, bits, tiny));
 }
 
+/* Asks for [p + AHEAD, p + AHEAD + n). Quants and scales of a group are neighbours and the groups follow
+ * each other, so the same distance for both covers every byte once, also across groups. */
+LIN_INLINE void prefetch(const uint8_t *p, int n)
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < n; i += 64)
+        _mm_prefetch((const char *)p + AHEAD + i, _MM_HINT_T0);
+}
+
 LIN_INLINE void put(const lin_tile *a, const __m512 *acc, int W)
 {
     const __m512 bias = _mm512_load_ps(a->bias);
@@ -139,6 +152,8 @@ LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int W)
     for (int64_t b = a->n_blocks; b > 0; b--) {
         __m512i i[8];
         EACH_TOKEN(t) i[t] = minima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t]);
+        prefetch(w, quant_bytes);
+        prefetch(s, scale_bytes);
         dot_block(format, i, w, q, W);
         const __m512 scale = block_scale(format, s);
         EACH_TOKEN(t)
@@ -209,8 +224,10 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
         }
         __m512 e[8];
         EACH_TOKEN(t) e[t] = _mm512_setzero_ps();
+        prefetch(s, scale_bytes);
         for (int j = 0; j < 8; j++) {
             __m512i i[8], v[8];
+            prefetch(w, quant_bytes);
             if (format == LIN_Q6_K) {
                 EACH_TOKEN(t) i[t] = _mm512_set1_epi32(start[t]);
                 dot_half(i, w, q, 0, W);

@@ -14,8 +14,10 @@
 
 enum {
     LINE = 64,
-    SPINS = 4000,       /* pauses before a sleep, some 50 us: longer than the gap between two ops */
+    SPINS = 4000,       /* looks before a sleep, some 50 us or more: longer than the gap between ops */
     SPINS_CROWDED = 20, /* more threads than processors: the awaited one may need this very core */
+    YIELD_AFTER = 400,  /* looks without giving way: most waits end here */
+    YIELD_EVERY = 32,   /* then now and again, as the awaited thread may share this core after all */
 };
 
 /* A word that threads wait for. `sleepers` lets the side that changes it skip the system call. */
@@ -61,7 +63,10 @@ static uint32_t gate_wait(gate *g, uint32_t old, int spins)
     for (int i = 0; i < spins; i++) {
         now = atomic_load_explicit(&g->word, memory_order_acquire);
         if (now != old) return now;
-        relax();
+        if (i >= YIELD_AFTER && i % YIELD_EVERY == 0)
+            sched_yield();
+        else
+            relax();
     }
     /* Announce first, then let the kernel compare: whoever changes the word afterwards sees us. */
     atomic_fetch_add(&g->sleepers, 1);

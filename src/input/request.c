@@ -304,8 +304,13 @@ static bool parse(bg_parse *c, const bg_line *line)
                           "the line is longer than the %zu bytes allowed", line->n);
         return r->error_message ? false : bg_parse_nomem(c);
     }
-    json_error_t e = {0}; /* jansson leaves the text empty when memory runs out in places */
-    r->root = json_loadb(s, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL, &e);
+    const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL;
+    json_error_t e = {0};
+    r->root = json_loadb(s, n, flags, &e);
+    /* jansson tells of missing memory by an empty text or as bad syntax; a good line must not
+     * become a bad one by that. When memory stays short, the message below cannot be made either.
+     */
+    if (!r->root) r->root = json_loadb(s, n, flags, &e);
     if (!r->root) return broken_json(c, s, n, &e, bom);
     if (!json_is_object(r->root)) {
         bg_request_reject(r, BG_CODE_JSON, NULL, "the line is %s; a request is a JSON object",

@@ -10,6 +10,7 @@
 #include <lz4frame.h>
 #include <zlib.h>
 #include <zstd.h>
+#include <zstd_errors.h>
 
 enum { IN_BYTES = 1 << 18 };
 
@@ -238,6 +239,8 @@ static bg_status step_zstd(bg_source *s, char *out, size_t cap, size_t *got, bg_
     size_t rc = ZSTD_decompressStream(s->zstd, &o, &in);
     s->in_pos += in.pos;
     *got = o.pos;
+    if (ZSTD_getErrorCode(rc) == ZSTD_error_memory_allocation)
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", s->name);
     if (ZSTD_isError(rc)) return damaged(s, ZSTD_getErrorName(rc), err);
     if (rc == 0) s->kind = BOUNDARY;
     return BG_OK;
@@ -247,6 +250,8 @@ static bg_status step_lz4(bg_source *s, char *out, size_t cap, size_t *got, bg_e
 {
     size_t n_out = cap, n_in = s->in_len - s->in_pos;
     size_t rc = LZ4F_decompress(s->lz4, out, &n_out, s->in + s->in_pos, &n_in, NULL);
+    if (LZ4F_isError(rc) && strcmp(LZ4F_getErrorName(rc), "ERROR_allocation_failed") == 0)
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", s->name);
     if (LZ4F_isError(rc)) return damaged(s, LZ4F_getErrorName(rc), err);
     s->in_pos += n_in;
     *got = n_out;

@@ -26,6 +26,15 @@ static bg_status bad(bg_error *err, const char *why)
     return bg_fail(err, BG_FORMAT, "LZ4 frame: %s", why);
 }
 
+/* The library's complaint; one about memory says nothing about the frame. */
+static bg_status bad_code(bg_error *err, size_t code)
+{
+    const char *name = LZ4F_getErrorName(code);
+    if (strcmp(name, "ERROR_allocation_failed") == 0)
+        return bg_fail(err, BG_NOMEM, "LZ4 frame: out of memory");
+    return bad(err, name);
+}
+
 bg_status bg_frame_get(bg_buf *out, const char *data, size_t n, size_t limit, size_t *used,
                        bg_error *err)
 {
@@ -39,7 +48,7 @@ bg_status bg_frame_get(bg_buf *out, const char *data, size_t n, size_t limit, si
     LZ4F_frameInfo_t info;
     size_t at = n, start = out->len, rc = LZ4F_getFrameInfo(ctx, &info, data, &at);
     if (LZ4F_isError(rc)) {
-        st = bad(err, LZ4F_getErrorName(rc));
+        st = bad_code(err, rc);
         goto out;
     }
     if (!info.contentSize || !info.contentChecksumFlag || !info.blockChecksumFlag || info.dictID) {
@@ -59,7 +68,7 @@ bg_status bg_frame_get(bg_buf *out, const char *data, size_t n, size_t limit, si
         size_t n_out = out->cap - out->len - 1, n_in = n - at;
         rc = LZ4F_decompress(ctx, out->data + out->len, &n_out, data + at, &n_in, NULL);
         if (LZ4F_isError(rc)) {
-            st = bad(err, LZ4F_getErrorName(rc));
+            st = bad_code(err, rc);
             goto out;
         }
         out->len += n_out;

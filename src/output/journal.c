@@ -46,9 +46,16 @@ static bool hides_whole(const char *s, size_t n)
 static json_t *entry_object(const char *s, size_t n, bool *nomem)
 {
     if (!has_hash(s, n)) return NULL;
-    json_error_t e = {0};
-    json_t *v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, &e);
-    if (!v && (!e.text[0] || json_error_code(&e) == json_error_out_of_memory)) *nomem = true;
+    json_t *v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, NULL);
+    if (!v) {
+        /* jansson tells of missing memory as bad syntax, so find out by asking for more */
+        json_t *probe = json_integer(0);
+        if (probe)
+            v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, NULL);
+        else
+            *nomem = true;
+        json_decref(probe);
+    }
     if (v && !json_is_object(v)) {
         json_decref(v);
         v = NULL;

@@ -117,8 +117,9 @@ static bool number(const char *text, size_t n, size_t *at, int64_t *out)
     return true;
 }
 
-bool bg_ranges_parse(bg_ranges *s, const char *text, size_t n)
+bool bg_ranges_read(bg_ranges *s, const char *text, size_t n, bool *nomem)
 {
+    *nomem = false;
     for (size_t i = 0; i < n;) {
         int64_t first, last;
         if (!number(text, n, &i, &first)) return false;
@@ -127,9 +128,19 @@ bool bg_ranges_parse(bg_ranges *s, const char *text, size_t n)
             i++;
             if (!number(text, n, &i, &last)) return false;
         }
-        if (!bg_ranges_add(s, first, last)) return false;
+        if (first > last || last == INT64_MAX) return false;
+        if (!bg_ranges_add(s, first, last)) {
+            *nomem = true;
+            return false;
+        }
         if (i == n) break;
         if (text[i++] != ',' || i == n) return false;
     }
     return true;
+}
+
+bool bg_ranges_parse(bg_ranges *s, const char *text, size_t n)
+{
+    bool nomem;
+    return bg_ranges_read(s, text, n, &nomem);
 }

@@ -5,5 +5,7 @@
 #include "output/output.h"
 
 void bg_ranges_clear(bg_ranges *s); /* empty, memory kept */
+/* bg_ranges_parse() that tells missing memory from malformed text. */
+bool bg_ranges_read(bg_ranges *s, const char *text, size_t n, bool *nomem);
 
 #endif

@@ -11,6 +11,7 @@
 #include "base/io.h"
 #include "output/frames.h"
 #include "output/journal.h"
+#include "output/ranges.h"
 
 enum { CHUNK = 1 << 20, VERSION = 1 };
 
@@ -164,9 +165,14 @@ static bg_status count_commit(walk *w, const commit *c, uint64_t at, bg_error *e
     if (!records) return bg_fail(err, BG_NOMEM, "%s: out of memory", w->f->journal_name);
     bg_status st = BG_OK;
     int64_t before = bg_ranges_count(r->done);
-    if (!bg_ranges_parse(records, c->records, c->n_records) ||
-        !bg_ranges_parse(r->done, c->records, c->n_records) ||
-        bg_ranges_count(r->done) != before + bg_ranges_count(records) ||
+    bool nomem = false;
+    bool read = bg_ranges_read(records, c->records, c->n_records, &nomem) &&
+                bg_ranges_read(r->done, c->records, c->n_records, &nomem);
+    if (nomem) {
+        st = bg_fail(err, BG_NOMEM, "%s: out of memory", w->f->journal_name);
+        goto out;
+    }
+    if (!read || bg_ranges_count(r->done) != before + bg_ranges_count(records) ||
         c->failed > bg_ranges_count(records) || (c->bytes > 0) != (bg_ranges_count(records) > 0)) {
         st = broken(w, at, "a commit's records contradict the commits before it", err);
         goto out;
@@ -176,7 +182,6 @@ static bg_status count_commit(walk *w, const commit *c, uint64_t at, bg_error *e
         r->input_end = end;
         r->input_hash = hash;
     }
-    bool nomem = false;
     if (c->partial && !bg_partials_replay(r->partials, c->partial, &nomem)) {
         st = nomem ? bg_fail(err, BG_NOMEM, "%s: out of memory", w->f->journal_name)
                    : broken(w, at, "a commit's partial tokens are malformed", err);

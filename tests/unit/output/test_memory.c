@@ -1,0 +1,113 @@
+/* Each allocation of a run and of the recovery after it failing in turn: BG_NOMEM, and the next
+ * start goes on. */
+#include <errno.h>
+
+#include "unit/output/job.h"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { CAN_FAIL = 0 };
+static long allocations_left = -1;
+#else
+enum { CAN_FAIL = 1 };
+static long allocations_left = -1; /* -1: no end */
+
+extern void *__libc_malloc(size_t n);
+extern void *__libc_calloc(size_t n, size_t size);
+extern void *__libc_realloc(void *p, size_t n);
+
+static bool refuse(void)
+{
+    if (allocations_left < 0) return false;
+    if (allocations_left == 0) {
+        errno = ENOMEM;
+        return true;
+    }
+    allocations_left--;
+    return false;
+}
+
+void *malloc(size_t n)
+{
+    return refuse() ? NULL : __libc_malloc(n);
+}
+
+void *calloc(size_t n, size_t size)
+{
+    return refuse() ? NULL : __libc_calloc(n, size);
+}
+
+void *realloc(void *p, size_t n)
+{
+    return refuse() ? NULL : __libc_realloc(p, n);
+}
+#endif
+
+TestSuite(memory, .init = set_up, .fini = tear_down);
+
+typedef struct moment {
+    bg_writer *w;
+    bg_recovered rec;
+} moment;
+
+/* Opens, adds three results and finishes, with lines and identity made beforehand. */
+static bg_status short_run(const bg_writer_config *c, const bg_buf *lines, job *j, long limit,
+                           bool *ran_out, bg_error *err)
+{
+    moment m = {0};
+    allocations_left = limit;
+    bg_status st = bg_writer_open_on(&m.w, c, &quick, &m.rec, err);
+    if (!st) bg_writer_on_partials(m.w, in_flight, j);
+    int added = 0;
+    for (int i = 0; i < j->n && !st && added < 3; i++) {
+        int64_t r = record_at(j->n, i);
+        j->now = i;
+        if (bg_writer_done(m.w, r)) continue;
+        st = bg_writer_add(m.w, r, lines[r].data, lines[r].len, r % 5 == 0, err);
+        if (!st) st = bg_writer_commit(m.w, err);
+        added++;
+    }
+    bg_writer_close(m.w);
+    *ran_out = allocations_left == 0;
+    allocations_left = -1;
+    return st;
+}
+
+Test(memory, runs_out)
+{
+    if (!CAN_FAIL) return;
+    for (int format = 0; format < 2; format++) {
+        for (int resumed = 0; resumed < 2; resumed++) {
+            job j = {.format = format ? BG_OUT_PLAIN : BG_OUT_LZ4,
+                     .n = 12,
+                     .every = 2,
+                     .stop = 6,
+                     .partials = true};
+            json_t *identity = identity_of();
+            bg_writer_config c = config_of(&j, identity);
+            bg_buf lines[12] = {{0}};
+            for (int i = 0; i < 12; i++)
+                line_for(i, &lines[i]);
+            for (long n = 0;; n++) {
+                unlink(out_path);
+                unlink(journal_path);
+                bg_error err = {0};
+                if (resumed) {
+                    cr_assert_eq(run_job(&j, &quick, &err), BG_OK, "%s", err.text);
+                    end_job(&j);
+                }
+                bool ran_out;
+                bg_status st = short_run(&c, lines, &j, n, &ran_out, &err);
+                cr_assert(st == BG_OK || st == BG_NOMEM, "after %ld: %s", n, err.text);
+                finish_and_check(j, "without memory", n);
+                if (!ran_out) {
+                    cr_expect_eq(st, BG_OK);
+                    break;
+                }
+                cr_assert_lt(n, 3000);
+            }
+            for (int i = 0; i < 12; i++)
+                bg_buf_release(&lines[i]);
+            json_decref(identity);
+        }
+    }
+}

@@ -27,8 +27,7 @@ struct bg_template {
     bool args_as_text;
 };
 
-/* ---- preparing messages
- * ------------------------------------------------------------------------------ */
+/* ---- preparing messages -------------------------------------------------------------------- */
 
 static bool trust_known_role(jn_state *r, jn_dict *m)
 {
@@ -111,7 +110,7 @@ static bool parse_arguments(jn_state *r, jn_val *v)
 {
     json_error_t why;
     size_t n = v->s->n;
-    json_t *j = json_loadb(jn_bytes(v->s), n, JSON_ALLOW_NUL, &why);
+    json_t *j = jn_json_load(jn_bytes(v->s), n, &why);
     bool ok = jn_work(r, n) && (!json_is_object(j) || jn_from_json(r, j, true, false, v));
     json_decref(j);
     return ok;
@@ -166,8 +165,7 @@ static bool prepare_messages(jn_state *r, const bg_template *t, const json_t *me
     return true;
 }
 
-/* ---- variables
- * ----------------------------------------------------------------------------------------- */
+/* ---- variables ----------------------------------------------------------------------------- */
 
 static bool set(jn_state *r, const char *name, jn_val v)
 {
@@ -230,8 +228,7 @@ static bg_status render(jn_state *r, const bg_template *t, const bg_chat_input *
     return st ? st : jn_render_run(r);
 }
 
-/* ---- what the template can take
- * ---------------------------------------------------------------------------- */
+/* ---- what the template can take ------------------------------------------------------------ */
 
 #define NEEDLE "bgneedle"
 

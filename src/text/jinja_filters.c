@@ -8,8 +8,7 @@
 #include "text/jinja_builtin.h"
 #include "text/jinja_unicode.h"
 
-/* ---- strings
- * ------------------------------------------------------------------------------------------ */
+/* ---- strings ------------------------------------------------------------------------------- */
 
 /* A method of str applied to str(value). */
 static bool through(jn_state *r, jn_val v, const jn_args *a, jn_fn *method, jn_val *out)
@@ -243,8 +242,7 @@ static bool format(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return jn_printf(r, s, args, out);
 }
 
-/* ---- numbers
- * ---------------------------------------------------------------------------------------------- */
+/* ---- numbers ------------------------------------------------------------------------------- */
 
 /* Text without white space around it and without underscores between digits, in t. */
 static bool plain_number(const jn_str *s, char *t, size_t size)
@@ -460,7 +458,7 @@ static bool from_json(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     json_error_t why;
     if (!jn_bind(r, "from_json", a, "", 0, NULL) || !jn_want_str(r, v, &s)) return false;
     if (!jn_work(r, s->n)) return false;
-    json_t *j = json_loadb(jn_bytes(s), s->n, JSON_DECODE_ANY | JSON_ALLOW_NUL, &why);
+    json_t *j = jn_json_load(jn_bytes(s), s->n, &why);
     if (!j) return jn_fail(r, "from_json: %s", why.text);
     bool ok = jn_from_json(r, j, true, jn_str_trusted(s), out);
     json_decref(j);

@@ -311,8 +311,7 @@ static bool sum(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return true;
 }
 
-/* ---- map, select, reject
- * ------------------------------------------------------------------------------------- */
+/* ---- map, select, reject ------------------------------------------------------------------- */
 
 /* The arguments behind the first `skip` positional ones. */
 static jn_args rest_of(const jn_args *a, size_t skip)

@@ -66,8 +66,7 @@ void jn_leave(jn_state *r)
     r->nest--;
 }
 
-/* ---- kinds
- * ---------------------------------------------------------------------------------------- */
+/* ---- kinds --------------------------------------------------------------------------------- */
 
 const char *jn_type_name(jn_val v)
 {
@@ -318,8 +317,7 @@ bool jn_contains(jn_state *r, jn_val box, jn_val item, bool *in)
     return true;
 }
 
-/* ---- containers
- * ------------------------------------------------------------------------------------ */
+/* ---- containers ---------------------------------------------------------------------------- */
 
 bool jn_length(jn_state *r, jn_val v, int64_t *n)
 {
@@ -378,8 +376,8 @@ bool jn_items(jn_state *r, jn_val v, jn_val **items, size_t *n)
         *n = v.list->n;
         return jn_work(r, *n);
     case JN_ITER:
-        *items = v.iter->v + v.iter->at;
         *n = v.iter->n - v.iter->at;
+        if (*n) *items = v.iter->v + v.iter->at;
         v.iter->at = v.iter->n;
         return jn_work(r, *n);
     case JN_STR:
@@ -589,8 +587,7 @@ bool jn_dict_set_text(jn_state *r, jn_dict *d, const char *key, jn_val v)
     return jn_str_text(r, key, &k) && jn_dict_set(r, d, k, v);
 }
 
-/* ---- from JSON
- * ----------------------------------------------------------------------------------- */
+/* ---- from JSON ----------------------------------------------------------------------------- */
 
 static bool json_str(jn_state *r, const char *p, size_t n, bool copy, bool trusted, jn_val *out)
 {
@@ -655,4 +652,40 @@ bool jn_from_json(jn_state *r, const json_t *j, bool copy, bool trusted, jn_val 
         return ok;
     }
     return false;
+}
+
+/* How deep the brackets outside strings go. */
+static size_t json_depth(const char *p, size_t n)
+{
+    size_t depth = 0, most = 0;
+    bool in_string = false;
+    for (size_t i = 0; i < n; i++) {
+        if (in_string && p[i] == '\\') {
+            i++; /* whatever is escaped ends no string */
+            continue;
+        }
+        if (in_string) {
+            in_string = p[i] != '"';
+            continue;
+        }
+        in_string = p[i] == '"';
+        if (p[i] == '[' || p[i] == '{') depth++;
+        if ((p[i] == ']' || p[i] == '}') && depth) depth--;
+        if (depth > most) most = depth;
+    }
+    return most;
+}
+
+json_t *jn_json_load(const char *p, size_t n, json_error_t *why)
+{
+    enum { MAX_JSON = 4 << 20 }; /* the parser's memory, up to 30 times as much, counts nowhere */
+    if (n > MAX_JSON) {
+        snprintf(why->text, sizeof why->text, "longer than %d bytes", MAX_JSON);
+        return NULL;
+    }
+    if (json_depth(p, n) > JN_MAX_DATA_NEST) {
+        snprintf(why->text, sizeof why->text, "nested more than %d levels deep", JN_MAX_DATA_NEST);
+        return NULL;
+    }
+    return json_loadb(p, n, JSON_DECODE_ANY | JSON_ALLOW_NUL, why);
 }

@@ -8,8 +8,7 @@
 
 enum { CLOCK = 1741529106 }; /* 2025-03-09 14:05:06 UTC, the clock of the golden texts */
 
-/* ---- rendering
- * ------------------------------------------------------------------------------------ */
+/* ---- rendering ----------------------------------------------------------------------------- */
 
 static bg_status begin(jn_state *r, const jn_program *p, const json_t *context,
                        const jn_limits *limits, bg_error *err)
@@ -74,8 +73,7 @@ static void expect_error(const char *source, bg_status st, const char *part)
     free(got);
 }
 
-/* ---- golden texts
- * ------------------------------------------------------------------------------------ */
+/* ---- golden texts -------------------------------------------------------------------------- */
 
 static json_t *shared; /* context of the lines that have none of their own */
 
@@ -115,8 +113,7 @@ Test(jinja, more_vectors)
     json_decref(shared);
 }
 
-/* ---- beyond Jinja2
- * ------------------------------------------------------------------------------------- */
+/* ---- beyond Jinja2 ------------------------------------------------------------------------- */
 
 Test(jinja, lists_made_by_the_template_can_change)
 {
@@ -162,8 +159,7 @@ Test(jinja, same_program_from_many_threads)
     jn_program_free(p);
 }
 
-/* ---- provenance
- * ------------------------------------------------------------------------------------------ */
+/* ---- provenance ---------------------------------------------------------------------------- */
 
 /* The output with <...> around what is untrusted. */
 static void expect_marks(const char *source, const char *context, const char *want)
@@ -244,8 +240,7 @@ Test(jinja, strings_never_change)
                 "{}", "cbccd8381");
 }
 
-/* ---- errors and limits
- * -------------------------------------------------------------------------------------- */
+/* ---- errors and limits --------------------------------------------------------------------- */
 
 Test(jinja, syntax_errors_say_where)
 {
@@ -344,6 +339,8 @@ static void hostile_nesting(void)
     expect_error("{% macro m() %}{% call m() %}{% endcall %}{{ caller }}{% endmacro %}{{ m() }}",
                  BG_ARG, "");
     expect_error("{% macro m(x=m()) %}{{ x }}{% endmacro %}{{ m() }}", BG_ARG, "");
+    expect_error("{{ ['a']|map(*(['map'] * 5000))|list }}", BG_ARG, "deep");
+    expect_error("{{ ('[' * 1000 + ']' * 1000)|from_json }}", BG_ARG, "deep");
     expect_error("{% for n in [1] recursive %}{{ loop([1]) }}{% endfor %}", BG_ARG, "");
     expect_error("{% set l = [] %}{% set _ = l.append(l) %}{{ l }}", BG_ARG, "deep");
     expect_error("{% set l = [] %}{% set _ = l.append(l) %}{{ l|tojson }}", BG_ARG, "deep");
@@ -456,8 +453,7 @@ Test(jinja, limits)
                 "079792266297612001-9223372036854775808");
 }
 
-/* ---- failing memory
- * ---------------------------------------------------------------------------------------------- */
+/* ---- failing memory ------------------------------------------------------------------------ */
 
 static const char everything[] =
     "{% set ns = namespace(a=1) %}{% macro m(x, y='d') %}{{ x }}{{ y }}{{ caller() }}{% endmacro %}"

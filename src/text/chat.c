@@ -27,7 +27,7 @@ struct bg_template {
     bool args_as_text;
 };
 
-/* ---- preparing messages -------------------------------------------------------------------- */
+/* ---- preparing messages ---- */
 
 static bool trust_known_role(jn_state *r, jn_dict *m)
 {
@@ -165,7 +165,7 @@ static bool prepare_messages(jn_state *r, const bg_template *t, const json_t *me
     return true;
 }
 
-/* ---- variables ----------------------------------------------------------------------------- */
+/* ---- variables ---- */
 
 static bool set(jn_state *r, const char *name, jn_val v)
 {
@@ -228,7 +228,7 @@ static bg_status render(jn_state *r, const bg_template *t, const bg_chat_input *
     return st ? st : jn_render_run(r);
 }
 
-/* ---- what the template can take ------------------------------------------------------------ */
+/* ---- what the template can take ---- */
 
 #define NEEDLE "bgneedle"
 
@@ -310,9 +310,7 @@ void bg_template_free(bg_template *t)
     free(t);
 }
 
-/* ---- rendering
- * -------------------------------------------------------------------------------------------------
- */
+/* ---- rendering ---- */
 
 void bg_rendered_release(bg_rendered *r)
 {

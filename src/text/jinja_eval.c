@@ -7,7 +7,7 @@
 
 #define OUT_OF_LINE static bool __attribute__((noinline))
 
-/* ---- operators ----------------------------------------------------------------------------- */
+/* ---- operators ---- */
 
 static bool no_operator(jn_state *r, char op, jn_val a, jn_val b)
 {
@@ -288,7 +288,7 @@ OUT_OF_LINE negation(jn_state *r, const jn_node *e, jn_val *out)
     return true;
 }
 
-/* ---- literals ------------------------------------------------------------------------------ */
+/* ---- literals ---- */
 
 OUT_OF_LINE sequence(jn_state *r, const jn_node *e, jn_val *out)
 {
@@ -312,7 +312,7 @@ OUT_OF_LINE dict(jn_state *r, const jn_node *e, jn_val *out)
     return true;
 }
 
-/* ---- attributes, items, slices ------------------------------------------------------------- */
+/* ---- attributes, items, slices ---- */
 
 /* Attributes and methods, without looking at keys. out->kind is MISSING if there is none. */
 static bool own_attr(jn_state *r, jn_val v, const jn_str *name, jn_val *out)
@@ -490,7 +490,7 @@ OUT_OF_LINE slice(jn_state *r, const jn_node *e, jn_val *out)
     return slice_list(r, v, first, last, by, out);
 }
 
-/* ---- calls, filters, tests ----------------------------------------------------------------- */
+/* ---- calls, filters, tests ---- */
 
 static bool add_keyword(jn_state *r, jn_args *a, const jn_str *name, jn_val v)
 {

@@ -32,7 +32,7 @@ struct jn_loop {
 
 static outcome run(jn_state *r, const jn_node *s);
 
-/* ---- scopes -------------------------------------------------------------------------------- */
+/* ---- scopes ---- */
 
 static jn_env *new_env(jn_state *r, jn_env *outer)
 {
@@ -116,9 +116,7 @@ static bool capture(jn_state *r, jn_env *env, const jn_node *body, jn_val *out)
     return o != FAILED && jn_finish(r, b, out);
 }
 
-/* ---- loops
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- loops ---- */
 
 /* Makes sure that kept has element i, if there is one. The filter runs only as far as asked,
  * because its condition may depend on what the body does. */
@@ -305,9 +303,7 @@ size_t jn_loop_text(const jn_loop *loop, char *out, size_t size)
     return n < 0 ? 0 : (size_t)n;
 }
 
-/* ---- macros
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- macros ---- */
 
 const jn_str *jn_macro_name(const jn_macro *m)
 {
@@ -426,9 +422,7 @@ static outcome __attribute__((noinline)) call_block(jn_state *r, const jn_node *
     return jn_eval(r, &call, &out) && jn_print(r, r->out, out) ? DONE : FAILED;
 }
 
-/* ---- statements
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- statements ---- */
 
 static bool __attribute__((noinline)) filtered(jn_state *r, const jn_node *filter, jn_val *v)
 {
@@ -549,9 +543,7 @@ static outcome run(jn_state *r, const jn_node *s)
     return o;
 }
 
-/* ---- a render
- * ----------------------------------------------------------------------------------------------------
- */
+/* ---- a render ---- */
 
 bg_status jn_render_begin(jn_state *r, const jn_program *p, const jn_limits *limits, int64_t wall_s,
                           bg_error *err)

@@ -4,7 +4,7 @@
 
 #include "text/jinja_parser.h"
 
-/* ---- expressions --------------------------------------------------------------------------- */
+/* ---- expressions ---- */
 
 static bool unary(jn_parser *p, bool with_filter, jn_node **e);
 

@@ -8,7 +8,7 @@
 #include "text/jinja_builtin.h"
 #include "text/jinja_unicode.h"
 
-/* ---- strings ------------------------------------------------------------------------------- */
+/* ---- strings ---- */
 
 /* A method of str applied to str(value). */
 static bool through(jn_state *r, jn_val v, const jn_args *a, jn_fn *method, jn_val *out)
@@ -242,7 +242,7 @@ static bool format(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return jn_printf(r, s, args, out);
 }
 
-/* ---- numbers ------------------------------------------------------------------------------- */
+/* ---- numbers ---- */
 
 /* Text without white space around it and without underscores between digits, in t. */
 static bool plain_number(const jn_str *s, char *t, size_t size)
@@ -393,9 +393,7 @@ static bool round_filter(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return true;
 }
 
-/* ---- others
- * -------------------------------------------------------------------------------------------------
- */
+/* ---- others ---- */
 
 static bool default_filter(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 {

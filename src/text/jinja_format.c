@@ -6,7 +6,7 @@
 
 #include "text/jinja_builtin.h"
 
-/* ---- fmt % args ---------------------------------------------------------------------------- */
+/* ---- fmt % args ---- */
 
 typedef struct spec { /* one %-directive */
     bool minus, plus, space, zero, alt;
@@ -213,7 +213,7 @@ bool jn_printf(jn_state *r, const jn_str *f, jn_val args, jn_val *out)
     return jn_finish(r, b, out);
 }
 
-/* ---- str.format() -------------------------------------------------------------------------- */
+/* ---- str.format() ---- */
 
 /* The value that the field name says: empty (the next), a number, or a keyword. */
 static bool field_value(jn_state *r, const char *name, size_t n, const jn_args *a, size_t *next,
@@ -267,7 +267,7 @@ bool jn_str_format(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return jn_finish(r, b, out);
 }
 
-/* ---- strftime ------------------------------------------------------------------------------ */
+/* ---- strftime ---- */
 
 static const char *const days[] = {"Sunday",   "Monday", "Tuesday", "Wednesday",
                                    "Thursday", "Friday", "Saturday"};

@@ -22,8 +22,7 @@ static jn_token error(jn_lexer *lx, const char *at, const char *message)
     return (jn_token){.kind = JN_T_ERROR, .p = message, .n = strlen(message)};
 }
 
-/* ---- text between tags -------------------------------------------------------------------------
- */
+/* ---- text between tags ---- */
 
 static size_t space_at(const jn_lexer *lx, const char *p)
 {
@@ -171,7 +170,7 @@ static jn_token lex_data(jn_lexer *lx)
     return text;
 }
 
-/* ---- inside a tag -------------------------------------------------------------------------- */
+/* ---- inside a tag ---- */
 
 static bool is_digit(char c)
 {

@@ -4,7 +4,7 @@
 
 #include "text/jinja_builtin.h"
 
-/* ---- arguments ----------------------------------------------------------------------------- */
+/* ---- arguments ---- */
 
 /* The next word of a parameter list; NULL: no more. */
 static const char *next_word(const char *p, size_t *n)
@@ -62,7 +62,7 @@ const jn_func *jn_find_in(const jn_func *table, size_t n_table, const char *name
     return NULL;
 }
 
-/* ---- dict ---------------------------------------------------------------------------------- */
+/* ---- dict ---- */
 
 static bool view(jn_state *r, const jn_dict *d, const char *type, jn_val *out)
 {
@@ -112,7 +112,7 @@ static bool dict_copy(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return true;
 }
 
-/* ---- list and tuple ------------------------------------------------------------------------ */
+/* ---- list and tuple ---- */
 
 /* Jinja's sandbox refuses to change any list; here those made by the template may change. */
 static bool may_change(jn_state *r, jn_val self, const char *what)
@@ -219,9 +219,7 @@ static bool refused(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return jn_fail(r, "methods that change a '%s' in place are not allowed", jn_type_name(self));
 }
 
-/* ---- others
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- others ---- */
 
 static bool cycler_next(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {

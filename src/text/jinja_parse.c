@@ -4,7 +4,7 @@
 
 #include "text/jinja_parser.h"
 
-/* ---- statements ---------------------------------------------------------------------------- */
+/* ---- statements ---- */
 
 static bool block_until(jn_parser *p, const char *const *ends, size_t n_ends, jn_node **body);
 
@@ -330,7 +330,7 @@ static bool block_until(jn_parser *p, const char *const *ends, size_t n_ends, jn
     return jn_advance(p) && statements(p, ends, n_ends, *body);
 }
 
-/* ---- the whole ----------------------------------------------------------------------------- */
+/* ---- the whole ---- */
 
 /* A copy with newlines as \n and without the last one. */
 static char *normalise(jn_state *r, const char *src, size_t *n)

@@ -8,7 +8,7 @@
 
 #include "base/utf8.h"
 
-/* ---- errors, tokens ------------------------------------------------------------------------ */
+/* ---- errors, tokens ---- */
 
 static void position(const jn_parser *p, const char *at, int *line, int *column)
 {
@@ -113,7 +113,7 @@ bool jn_expect_name(jn_parser *p, const char *name)
     return jn_at_name(p, name) ? jn_advance(p) : jn_expected(p, text);
 }
 
-/* ---- nodes --------------------------------------------------------------------------------- */
+/* ---- nodes ---- */
 
 jn_node *jn_node_new(jn_parser *p, jn_node_kind kind)
 {
@@ -190,7 +190,7 @@ bool jn_deeper(jn_parser *p)
     return true;
 }
 
-/* ---- literals ------------------------------------------------------------------------------ */
+/* ---- literals ---- */
 
 static bool hex(const char *p, const char *end, int n, uint32_t *v)
 {

@@ -25,7 +25,7 @@ typedef struct jn_parser {
     jn_macro_use *use; /* NULL: not in a macro */
 } jn_parser;
 
-/* ---- errors and tokens (jinja_parser.c) ---------------------------------------------------- */
+/* ---- errors and tokens (jinja_parser.c) ---- */
 
 bool jn_bad_at(jn_parser *p, const char *at, const char *what);
 bool jn_bad(jn_parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -42,14 +42,14 @@ bool jn_token_str(jn_parser *p, const jn_token *t, const jn_str **s);
 bool jn_intern(jn_parser *p, const jn_str *name, int *sym);
 bool jn_deeper(jn_parser *p); /* one level of nesting more; after true, undone with p->nest-- */
 
-/* ---- nodes --------------------------------------------------------------------------------- */
+/* ---- nodes ---- */
 
 jn_node *jn_node_new(jn_parser *p, jn_node_kind kind);
 bool jn_over_kid(jn_parser *p, jn_node *e, const jn_node *kid); /* e is higher than kid (or NULL) */
 bool jn_add_kid(jn_parser *p, jn_node *e, jn_node *kid);
 bool jn_add_op(jn_parser *p, jn_node *e, char op, jn_node *kid); /* an operand and its operator */
 
-/* ---- rules --------------------------------------------------------------------------------- */
+/* ---- rules ---- */
 
 bool jn_string_literal(jn_parser *p, jn_node *e); /* adjacent ones join */
 bool jn_number_literal(jn_parser *p, jn_node *e);

@@ -58,7 +58,7 @@ static bool all_trusted(jn_state *r, jn_val v, bool *yes)
     return ok;
 }
 
-/* ---- repr ---------------------------------------------------------------------------------- */
+/* ---- repr ---- */
 
 typedef struct writer { /* where a container goes, and the one trust it has */
     jn_buf *b;
@@ -259,7 +259,7 @@ bool jn_repr(jn_state *r, jn_val v, jn_val *out)
     return b && put_repr(r, b, v) && jn_finish(r, b, out);
 }
 
-/* ---- JSON ---------------------------------------------------------------------------------- */
+/* ---- JSON ---- */
 
 static int json_escape(uint32_t c, bool ascii, char *out)
 {

@@ -133,9 +133,7 @@ static bool reverse(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return jn_str_text(r, "", &none) && jn_str_join(r, none.s, l.list->v, l.list->n, out);
 }
 
-/* ---- order
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- order ---- */
 
 /* What sort, unique, min and max compare: the attribute, in lower case unless case counts. */
 static bool sort_key(jn_state *r, jn_val v, jn_val path, bool fold, jn_val *key)
@@ -311,7 +309,7 @@ static bool sum(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return true;
 }
 
-/* ---- map, select, reject ------------------------------------------------------------------- */
+/* ---- map, select, reject ---- */
 
 /* The arguments behind the first `skip` positional ones. */
 static jn_args rest_of(const jn_args *a, size_t skip)
@@ -410,9 +408,7 @@ static bool rejectattr(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     return choose(r, v, a, (selection){.by_attr = true, .want = false}, out);
 }
 
-/* ---- grouping
- * ----------------------------------------------------------------------------------------------------
- */
+/* ---- grouping ---- */
 
 /* Lists of `size` items; the last is filled up if there is something to fill it with. */
 static bool batch(jn_state *r, jn_val v, const jn_args *a, jn_val *out)

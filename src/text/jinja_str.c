@@ -97,7 +97,7 @@ bool jn_str_trusted(const jn_str *s)
     return trusted;
 }
 
-/* ---- building ------------------------------------------------------------------------------ */
+/* ---- building ---- */
 
 jn_buf *jn_buf_new(jn_state *r)
 {
@@ -244,8 +244,7 @@ bool jn_str_concat(jn_state *r, const jn_str *a, const jn_str *b, jn_val *out)
     return true;
 }
 
-/* ---- code points --------------------------------------------------------------------------------
- */
+/* ---- code points ---- */
 
 size_t jn_cp_len(const char *p, size_t n)
 {

@@ -22,7 +22,7 @@ static bool no_args(jn_state *r, const char *what, const jn_args *a)
     return jn_bind(r, what, a, "", 0, NULL);
 }
 
-/* ---- case ---------------------------------------------------------------------------------- */
+/* ---- case ---- */
 
 typedef enum case_rule { UPPER, LOWER, CAPITALIZE, TITLE, SWAP } case_rule;
 
@@ -108,7 +108,7 @@ static bool swapcase(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return no_args(r, "swapcase", a) && change_case(r, self.s, SWAP, out);
 }
 
-/* ---- ends ---------------------------------------------------------------------------------- */
+/* ---- ends ---- */
 
 static bool strip_ends(jn_state *r, jn_val self, const jn_args *a, bool left, bool right,
                        jn_val *out)
@@ -212,7 +212,7 @@ static bool removesuffix(jn_state *r, jn_val self, const jn_args *a, jn_val *out
     return remove_end(r, self, a, false, out);
 }
 
-/* ---- cutting ------------------------------------------------------------------------------- */
+/* ---- cutting ---- */
 
 static bool add_part(jn_state *r, jn_list *l, const jn_str *s, size_t off, size_t n)
 {
@@ -375,7 +375,7 @@ static bool rpartition(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return partition_at(r, self, a, true, out);
 }
 
-/* ---- searching ----------------------------------------------------------------------------- */
+/* ---- searching ---- */
 
 /* Index in characters of the argument, or -1. */
 static bool search(jn_state *r, jn_val self, const jn_args *a, bool last, int64_t *index)
@@ -443,9 +443,7 @@ static bool count(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
     return true;
 }
 
-/* ---- building
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- building ---- */
 
 bool jn_str_replace(jn_state *r, const jn_str *s, const jn_str *from, const jn_str *to,
                     int64_t times, jn_val *out)
@@ -575,7 +573,7 @@ static bool zfill(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
            jn_put_part(r, b, self.s, sign, self.s->n - sign) && jn_finish(r, b, out);
 }
 
-/* ---- questions about all characters -------------------------------------------------------- */
+/* ---- questions about all characters ---- */
 
 typedef bool char_test(uint32_t c);
 

@@ -7,8 +7,7 @@
 
 #include "base/hash.h"
 
-/* ---- failing, memory, limits ------------------------------------------------------------------
- */
+/* ---- failing, memory, limits ---- */
 
 bool jn_fail(jn_state *r, const char *fmt, ...)
 {
@@ -66,7 +65,7 @@ void jn_leave(jn_state *r)
     r->nest--;
 }
 
-/* ---- kinds --------------------------------------------------------------------------------- */
+/* ---- kinds ---- */
 
 const char *jn_type_name(jn_val v)
 {
@@ -181,8 +180,7 @@ bool jn_truth(jn_val v)
     }
 }
 
-/* ---- equality, order, membership ----------------------------------------------------------------
- */
+/* ---- equality, order, membership ---- */
 
 static bool seq_equal(jn_state *r, const jn_list *a, const jn_list *b, bool *eq)
 {
@@ -317,7 +315,7 @@ bool jn_contains(jn_state *r, jn_val box, jn_val item, bool *in)
     return true;
 }
 
-/* ---- containers ---------------------------------------------------------------------------- */
+/* ---- containers ---- */
 
 bool jn_length(jn_state *r, jn_val v, int64_t *n)
 {
@@ -587,7 +585,7 @@ bool jn_dict_set_text(jn_state *r, jn_dict *d, const char *key, jn_val v)
     return jn_str_text(r, key, &k) && jn_dict_set(r, d, k, v);
 }
 
-/* ---- from JSON ----------------------------------------------------------------------------- */
+/* ---- from JSON ---- */
 
 static bool json_str(jn_state *r, const char *p, size_t n, bool copy, bool trusted, jn_val *out)
 {

@@ -25,8 +25,7 @@ typedef struct jn_state jn_state;
 typedef struct jn_node jn_node;
 typedef struct jn_program jn_program;
 
-/* ---- values ------------------------------------------------------------------------------------
- */
+/* ---- values ---- */
 
 typedef enum jn_kind {
     JN_MISSING, /* an argument that was not given; never seen by templates */
@@ -170,8 +169,7 @@ struct jn_method {
     const jn_func *func;
 };
 
-/* ---- the state of a render ----------------------------------------------------------------------
- */
+/* ---- the state of a render ---- */
 
 typedef struct jn_limits { /* 0: the default in parentheses */
     size_t output_bytes;   /* 64 MiB; also for every string on the way */
@@ -213,7 +211,7 @@ bool jn_work(jn_state *r,
 bool jn_enter(jn_state *r); /* one level deeper; undone by jn_leave() only after true */
 void jn_leave(jn_state *r);
 
-/* ---- strings (jinja_str.c) ----------------------------------------------------------------- */
+/* ---- strings (jinja_str.c) ---- */
 
 /* A view of bytes that outlive the render; not copied. */
 bool jn_str_wrap(jn_state *r, const char *p, size_t n, bool trusted, jn_val *out);
@@ -251,7 +249,7 @@ size_t jn_rfind(const char *p, size_t n, const char *sub, size_t n_sub);
 /* Cuts the characters of chars (NULL: white space) off the ends. */
 void jn_strip(const jn_str *s, const jn_str *chars, bool left, bool right, size_t *off, size_t *n);
 
-/* ---- values (jinja_value.c) ---------------------------------------------------------------- */
+/* ---- values (jinja_value.c) ---- */
 
 static inline jn_val jn_none(void)
 {
@@ -326,7 +324,7 @@ bool jn_from_json(jn_state *r, const json_t *j, bool copy, bool trusted, jn_val 
  * is nested too deeply for the stack of a thread. Out of memory looks like a syntax error. */
 json_t *jn_json_load(const char *p, size_t n, json_error_t *why);
 
-/* ---- printing (jinja_print.c) -------------------------------------------------------------- */
+/* ---- printing (jinja_print.c) ---- */
 
 enum { JN_FLOAT_TEXT = 40 };
 size_t jn_float_text(double f, char out[JN_FLOAT_TEXT]); /* as repr() */
@@ -344,7 +342,7 @@ bool jn_to_json(jn_state *r, jn_val v, const jn_json_style *style, jn_val *out);
 /* fmt % args, as Python's printf formatting of str. */
 bool jn_printf(jn_state *r, const jn_str *fmt, jn_val args, jn_val *out);
 
-/* ---- what templates can use ---------------------------------------------------------------- */
+/* ---- what templates can use ---- */
 
 /* NULL: there is none of that name. */
 const jn_func *jn_find_filter(const char *name, size_t n);
@@ -363,7 +361,7 @@ bool jn_want_str(jn_state *r, jn_val v, const jn_str **s); /* only a str will do
 bool jn_slice_bounds(jn_state *r, jn_val start, jn_val stop, jn_val step, int64_t n, int64_t *first,
                      int64_t *last, int64_t *by);
 
-/* ---- evaluation (jinja_eval.c, jinja_exec.c) ----------------------------------------------- */
+/* ---- evaluation (jinja_eval.c, jinja_exec.c) ---- */
 
 bool jn_eval(jn_state *r, const jn_node *e, jn_val *out);
 bool jn_getattr(jn_state *r, jn_val v, const jn_str *name, jn_val *out);

@@ -77,7 +77,7 @@ static void expect_refused(const char *source, const char *messages, const char 
     bg_template_free(t);
 }
 
-/* ---- golden conversations ------------------------------------------------------------------ */
+/* ---- golden conversations ---- */
 
 static void conversation(const json_t *line)
 {
@@ -121,7 +121,7 @@ Test(chat, golden_conversations)
     cr_assert_geq(golden_lines("tests/golden/chat/cases.jsonl", conversation), 150);
 }
 
-/* ---- provenance ---------------------------------------------------------------------------- */
+/* ---- provenance ---- */
 
 #define CHATML                                                                                    \
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' " \
@@ -172,7 +172,7 @@ Test(chat, tools_and_variables_are_untrusted)
     bg_template_free(t);
 }
 
-/* ---- preparing messages -------------------------------------------------------------------- */
+/* ---- preparing messages ---- */
 
 #define PARTS                                                              \
     "[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"}," \
@@ -234,7 +234,7 @@ Test(chat, arguments_of_calls)
     expect(walk, as_text, false, "b=1;a=[None];");
 }
 
-/* ---- refusals and limits ------------------------------------------------------------------- */
+/* ---- refusals and limits ---- */
 
 Test(chat, refusals)
 {

@@ -8,7 +8,7 @@
 
 enum { CLOCK = 1741529106 }; /* 2025-03-09 14:05:06 UTC, the clock of the golden texts */
 
-/* ---- rendering ----------------------------------------------------------------------------- */
+/* ---- rendering ---- */
 
 static bg_status begin(jn_state *r, const jn_program *p, const json_t *context,
                        const jn_limits *limits, bg_error *err)
@@ -73,7 +73,7 @@ static void expect_error(const char *source, bg_status st, const char *part)
     free(got);
 }
 
-/* ---- golden texts -------------------------------------------------------------------------- */
+/* ---- golden texts ---- */
 
 static json_t *shared; /* context of the lines that have none of their own */
 
@@ -113,7 +113,7 @@ Test(jinja, more_vectors)
     json_decref(shared);
 }
 
-/* ---- beyond Jinja2 ------------------------------------------------------------------------- */
+/* ---- beyond Jinja2 ---- */
 
 Test(jinja, lists_made_by_the_template_can_change)
 {
@@ -159,7 +159,7 @@ Test(jinja, same_program_from_many_threads)
     jn_program_free(p);
 }
 
-/* ---- provenance ---------------------------------------------------------------------------- */
+/* ---- provenance ---- */
 
 /* The output with <...> around what is untrusted. */
 static void expect_marks(const char *source, const char *context, const char *want)
@@ -240,7 +240,7 @@ Test(jinja, strings_never_change)
                 "{}", "cbccd8381");
 }
 
-/* ---- errors and limits --------------------------------------------------------------------- */
+/* ---- errors and limits ---- */
 
 Test(jinja, syntax_errors_say_where)
 {
@@ -453,7 +453,7 @@ Test(jinja, limits)
                 "079792266297612001-9223372036854775808");
 }
 
-/* ---- failing memory ------------------------------------------------------------------------ */
+/* ---- failing memory ---- */
 
 static const char everything[] =
     "{% set ns = namespace(a=1) %}{% macro m(x, y='d') %}{{ x }}{{ y }}{{ caller() }}{% endmacro %}"

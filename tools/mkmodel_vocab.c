@@ -145,7 +145,7 @@ static void add_groups(vocab *v, const char *space, add_pair *put)
 {
     enum { PAIRS = 26 * 26 };
     static const bg_str none = {"", 0};
-    char pairs[PAIRS][2], spaced[8];
+    char pairs[PAIRS][2], spaced[16];
     for (int i = 0; i < PAIRS; i++)
         letter_pair(i, pairs[i]);
     for (int i = 0; i < PAIRS; i++)

@@ -20,7 +20,7 @@ done
 cmp -s "$dir/a.gguf" "$dir/b.gguf" && fail "the seed changes nothing"
 "$mk" --arch llama --split-max-tensors 10 -o "$dir/s.gguf" >/dev/null
 [ -f "$dir/s-00004-of-00004.gguf" ] || fail "31 tensors are not four parts of 10"
-"$mk" --arch llama --heads 7 -o "$dir/x.gguf" 2>/dev/null && fail "7 heads of 4 KV heads were taken"
-"$mk" --arch llama --vocab 300 -o "$dir/x.gguf" 2>/dev/null && fail "300 tokens were taken"
-"$mk" --arch nonsense -o "$dir/x.gguf" 2>/dev/null && fail "arch nonsense was taken"
+"$mk" --arch llama --heads 7 -o "$dir/x.gguf" >/dev/null 2>&1 && fail "7 heads of 4 KV heads were taken"
+"$mk" --arch llama --vocab 300 -o "$dir/x.gguf" >/dev/null 2>&1 && fail "300 tokens were taken"
+"$mk" --arch nonsense -o "$dir/x.gguf" >/dev/null 2>&1 && fail "arch nonsense was taken"
 echo "mkmodel.sh: ok"

@@ -112,7 +112,8 @@ bool bg_json_whole(const json_t *v, int64_t *out)
         return true;
     }
     double d = json_is_real(v) ? json_real_value(v) : 0.5;
-    if (!(d > -0x1p53 && d < 0x1p53) || d != (double)(int64_t)d) return false;
+    if (!(d > -9007199254740992.0 && d < 9007199254740992.0) || d != (double)(int64_t)d)
+        return false;
     *out = (int64_t)d;
     return true;
 }
@@ -182,6 +183,11 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
     return r->error_message ? false : bg_parse_nomem(c);
 }
 
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
 /* What pairs a record with an earlier result of the same content: the fields in a fixed order.
  * Inside a field the order stays, because a chat template may print it. */
 static bool fingerprint(bg_parse *c)
@@ -193,23 +199,17 @@ static bool fingerprint(bg_parse *c)
     if (ok && !c->r->openai)
         for (size_t i = 0; i < 2; i++)
             json_object_del(top, not_content[i]);
-    size_t n = json_object_size(top), i = 0;
-    const char **keys = calloc(n + 1, sizeof *keys);
+    size_t n = 0;
+    const char **keys = calloc(json_object_size(top) + 1, sizeof *keys);
     ok = ok && keys;
     const char *key;
     json_t *value;
     if (ok) {
-        json_object_foreach(top, key, value) keys[i++] = key;
-        for (i = 1; i < n; i++) { /* few keys: insertion sort */
-            const char *k = keys[i];
-            size_t at = i;
-            for (; at > 0 && strcmp(keys[at - 1], k) > 0; at--)
-                keys[at] = keys[at - 1];
-            keys[at] = k;
-        }
+        json_object_foreach(top, key, value) keys[n++] = key;
+        qsort(keys, n, sizeof *keys, by_name);
         bg_buf_str(&b, c->r->api == BG_API_CHAT ? "chat{" : "completion{");
     }
-    for (i = 0; ok && i < n; i++) {
+    for (size_t i = 0; ok && i < n; i++) {
         if (i) bg_buf_char(&b, ',');
         bg_buf_json(&b, keys[i], strlen(keys[i]));
         bg_buf_char(&b, ':');

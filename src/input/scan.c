@@ -31,7 +31,7 @@ static size_t string_end(const char *s, size_t i, size_t end)
 
 static size_t word_end(const char *s, size_t i, size_t end)
 {
-    while (i < end && !memchr(",:{}[]\" \t\r\n", s[i], 11))
+    while (i < end && (!s[i] || !strchr(",:{}[]\" \t\r\n", s[i])))
         i++;
     return i;
 }

@@ -187,7 +187,7 @@ static bg_status count_commit(walk *w, const commit *c, uint64_t at, bg_error *e
                    : broken(w, at, "a commit's partial tokens are malformed", err);
         goto out;
     }
-    bg_partials_drop(r->partials, records);
+    bg_partials_drop(r->partials, r->done);
     r->n_failed += c->failed;
     r->text_bytes += c->text;
     r->out_end = c->offset + c->bytes;

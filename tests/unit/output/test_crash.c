@@ -413,3 +413,30 @@ Test(crash, finished_output_that_lost_its_end)
     free(out.data);
     torn_end(&t);
 }
+
+/* The power goes while commits are being taken back, because the output lost their bytes. */
+Test(crash, power_loss_while_cutting)
+{
+    static disk d;
+    job j = {.format = BG_OUT_PLAIN, .n = 12, .every = 1, .stop = 8};
+    bg_error err = {0};
+    cr_assert_eq(run_job(&j, &quick, &err), BG_OK);
+    end_job(&j);
+    bytes out = load(out_path), journal = load(journal_path);
+    for (int fate = 0; fate < N_FATES; fate++) {
+        for (long n = 0; n < 8; n++) {
+            store(out_path, out.data, out.n / 3);
+            store(journal_path, journal.data, journal.n);
+            disk_begin(&d, n);
+            const bg_out_sys sys = {disk_write, disk_sync, disk_truncate, &d};
+            err = (bg_error){0};
+            cr_assert_eq(run_job(&j, &sys, &err), BG_IO);
+            end_job(&j);
+            disk_crash(&d, (enum fate)fate);
+            disk_end(&d);
+            finish_and_check(j, "power loss while cutting", n);
+        }
+    }
+    free(out.data);
+    free(journal.data);
+}

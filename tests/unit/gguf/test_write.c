@@ -289,22 +289,56 @@ Test(split, one_part_in_memory_is_refused, .init = make_dir, .fini = remove_dir)
     free(data);
 }
 
-Test(fingerprint, sees_data_and_header, .init = make_dir, .fini = remove_dir)
+static uint64_t print_of(const void *data, size_t n)
 {
-    uint64_t seen[3];
-    for (int i = 0; i < 3; i++) {
-        bg_error err = {0};
-        bg_gguf *g;
-        bg_gguf_writer *w = bg_gguf_writer_new(0);
-        bg_gguf_put_u32(w, "k", i == 1);
-        if (i == 2) bg_gguf_put_tensor(w, "s", BG_F32, 1, (const int64_t[]){1});
-        bg_gguf_put_tensor(w, "t", BG_F32, 2, (const int64_t[]){1024, 2048});
-        cr_assert_eq(write_it(w, in_dir("f.gguf"), 0, &err), BG_OK, "%s", err.text);
-        cr_assert_eq(bg_gguf_open(&g, in_dir("f.gguf"), &err), BG_OK, "%s", err.text);
-        seen[i] = bg_gguf_fingerprint(g);
-        bg_gguf_close(g);
+    bg_error err = {0};
+    bg_gguf *g;
+    cr_assert_eq(bg_gguf_open_memory(&g, data, n, "m", &err), BG_OK, "%s", err.text);
+    uint64_t h = bg_gguf_fingerprint(g);
+    bg_gguf_close(g);
+    return h;
+}
+
+Test(fingerprint, sees_every_byte_of_a_small_file)
+{
+    bg_error err = {0};
+    char *data;
+    size_t n;
+    cr_assert_eq(bg_read_file("tests/golden/gguf/example.gguf", 4096, &data, &n, &err), BG_OK);
+    const uint64_t h = print_of(data, n);
+    cr_expect_eq(print_of(data, n), h);
+    cr_expect_neq(print_of(data, n - 1), h);
+    for (size_t i = 312; i < n; i++) { /* padding and data; all before it is the header */
+        data[i] ^= 1;
+        cr_expect_neq(print_of(data, n), h, "byte %zu", i);
+        data[i] ^= 1;
     }
-    cr_expect(seen[0] != seen[1] && seen[0] != seen[2]);
+    data[4] = 2; /* the version */
+    cr_expect_neq(print_of(data, n), h);
+    free(data);
+}
+
+Test(fingerprint, samples_large_data, .init = make_dir, .fini = remove_dir)
+{
+    bg_error err = {0};
+    bg_gguf_writer *w = bg_gguf_writer_new(0);
+    char *data;
+    size_t n;
+    cr_assert(w);
+    bg_gguf_put_tensor(w, "t", BG_F32, 2, (const int64_t[]){1024, 2048});
+    cr_assert_eq(write_it(w, in_dir("f.gguf"), 0, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_read_file(in_dir("f.gguf"), 1 << 24, &data, &n, &err), BG_OK);
+    const uint64_t h = print_of(data, n);
+    for (size_t at = 4096; at + 65536 <= n; at += 1 << 20) { /* some rows changed */
+        for (size_t i = at; i < at + 65536; i++)
+            data[i] ^= 1;
+        cr_expect_neq(print_of(data, n), h, "bytes from %zu", at);
+        for (size_t i = at; i < at + 65536; i++)
+            data[i] ^= 1;
+    }
+    data[n - 1] ^= 1;
+    cr_expect_neq(print_of(data, n), h);
+    free(data);
 }
 
 /* ---- memory ------------------------------------------------------------------------------------

@@ -11,18 +11,18 @@
 #include "backend/ops.h"
 #include "base/rng.h"
 
-#define OK(call)                                                                                   \
-    do {                                                                                           \
-        bg_error err_ = {0}, *err = &err_;                                                         \
-        cr_assert_eq((call), BG_OK, "%s: %s", #call, err->text);                                   \
+#define OK(call)                                                 \
+    do {                                                         \
+        bg_error err_ = {0}, *err = &err_;                       \
+        cr_assert_eq((call), BG_OK, "%s: %s", #call, err->text); \
     } while (0)
 
 /* The call fails with this status, and its text contains the words. */
-#define FAILS(st, words, call)                                                                     \
-    do {                                                                                           \
-        bg_error err_ = {0}, *err = &err_;                                                         \
-        cr_expect_eq((call), (st), "%s succeeded or failed otherwise: %s", #call, err->text);      \
-        cr_expect(strstr(err->text, (words)), "%s: '%s'", #call, err->text);                       \
+#define FAILS(st, words, call)                                                                \
+    do {                                                                                      \
+        bg_error err_ = {0}, *err = &err_;                                                    \
+        cr_expect_eq((call), (st), "%s succeeded or failed otherwise: %s", #call, err->text); \
+        cr_expect(strstr(err->text, (words)), "%s: '%s'", #call, err->text);                  \
     } while (0)
 
 static inline double uniform(uint64_t seed, uint64_t i)

@@ -1,5 +1,5 @@
-/* rope_store and attention: against float64, and the same bits however a sequence is cut into chunks,
- * whatever else is in the step, and on any number of threads. */
+/* rope_store and attention: against float64, and the same bits however a sequence is cut into
+ * chunks, whatever else is in the step, and on any number of threads. */
 #include "unit/backend/cpu_fixture.h"
 
 #include "base/f16.h"
@@ -34,7 +34,8 @@ static float scale_of(const shape *s)
 static float input(int seq, int pos, int part, int head, int i)
 {
     const uint64_t at = (uint64_t)pos * 4096u + (uint64_t)i;
-    return normal((uint64_t)(seq * 997 + part * 131 + head + 7), at) * (part == 0 ? 2.0f : 1.0f);
+    const double u = uniform((uint64_t)(seq * 997 + part * 131 + head + 7), at) - 0.5;
+    return (float)(u * (part == 0 ? 7 : 3.5));
 }
 
 static double stored(const shape *s, float x)
@@ -183,13 +184,38 @@ static double worst_error(const shape *s, int seq, int len, const float *got)
 
 static const shape shapes[] = {
     {.n_heads = 9, .group = 3, .head_dim = 64, .v_dim = 64, .block_tokens = 16},
-    {.n_heads = 9, .group = 3, .head_dim = 64, .v_dim = 64, .block_tokens = 32, .type = BG_CACHE_F32},
-    {.n_heads = 4, .group = 1, .head_dim = 80, .v_dim = 80, .block_tokens = 32, .type = BG_CACHE_BF16},
-    {.n_heads = 4, .group = 4, .head_dim = 256, .v_dim = 256, .block_tokens = 16, .window = 37,
+    {.n_heads = 9,
+     .group = 3,
+     .head_dim = 64,
+     .v_dim = 64,
+     .block_tokens = 32,
+     .type = BG_CACHE_F32},
+    {.n_heads = 4,
+     .group = 1,
+     .head_dim = 80,
+     .v_dim = 80,
+     .block_tokens = 32,
+     .type = BG_CACHE_BF16},
+    {.n_heads = 4,
+     .group = 4,
+     .head_dim = 256,
+     .v_dim = 256,
+     .block_tokens = 16,
+     .window = 37,
      .softcap = 5},
-    {.n_heads = 8, .group = 8, .head_dim = 128, .v_dim = 128, .block_tokens = 64, .sinks = true,
+    {.n_heads = 8,
+     .group = 8,
+     .head_dim = 128,
+     .v_dim = 128,
+     .block_tokens = 64,
+     .sinks = true,
      .window = 16},
-    {.n_heads = 3, .group = 3, .head_dim = 72, .v_dim = 40, .block_tokens = 20, .softcap = 3,
+    {.n_heads = 3,
+     .group = 3,
+     .head_dim = 72,
+     .v_dim = 40,
+     .block_tokens = 20,
+     .softcap = 3,
      .sinks = true},
     /* a share that begins and ends inside a group */
     {.n_heads = 5, .head0 = 2, .group = 4, .head_dim = 32, .v_dim = 32, .block_tokens = 16},
@@ -236,7 +262,8 @@ Test(attention, same_bits_however_it_is_cut)
         }
 }
 
-/* ---- rope_store ---------------------------------------------------------------------------------- */
+/* ---- rope_store
+ * ---------------------------------------------------------------------------------- */
 
 Test(rope_store, rotates_norms_and_stores)
 {
@@ -334,7 +361,8 @@ Test(attention, refuses_what_does_not_fit)
     const bg_batch batch = {1, &step, false};
     seat(b, 0, 5);
     OK(b->ops->begin_step(b, &batch, err));
-    bg_attn p = {.n_heads = 4, .n_kv_heads = 2, .group = 2, .head_dim = 32, .v_dim = 32, .scale = 1};
+    bg_attn p = {
+        .n_heads = 4, .n_kv_heads = 2, .group = 2, .head_dim = 32, .v_dim = 32, .scale = 1};
     FAILS(BG_INTERNAL, "5 rows", bg_op_attention(b, &o, &q, &p, err));
     p.layer = 2;
     FAILS(BG_INTERNAL, "layer 2", bg_op_attention(b, &o, &q, &p, err));

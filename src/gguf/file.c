@@ -158,9 +158,11 @@ uint64_t bg_gguf_fingerprint(const bg_gguf *g)
             h = bg_hash64(p->map + start, data, h);
             continue;
         }
-        size_t step = (data - SAMPLE_BYTES) / (SAMPLES - 1);
-        for (size_t k = 0; k < SAMPLES; k++)
-            h = bg_hash64(p->map + start + k * step, SAMPLE_BYTES, h);
+        for (size_t k = 0; k < SAMPLES; k++) { /* the first and the last bytes are among them */
+            size_t at = (data - SAMPLE_BYTES) / (SAMPLES - 1) * k;
+            if (k == SAMPLES - 1) at = data - SAMPLE_BYTES;
+            h = bg_hash64(p->map + start + at, SAMPLE_BYTES, h);
+        }
     }
     return h;
 }

@@ -1,6 +1,8 @@
 /* Token ids against those of an independent tokenizer on 17 vocabularies. */
 #include "vocab_file.h"
 
+#include <pthread.h>
+
 #include "base/utf8.h"
 #include "text/tok.h"
 
@@ -66,6 +68,51 @@ Test(tokenize, golden_ids)
         }
         cr_expect_eq(rows, 73, "%s: %d rows", path, rows);
         fclose(f);
+        bg_vocab_free(v);
+    }
+}
+
+typedef struct job {
+    const bg_vocab *v;
+    const char *text;
+    bg_ids ids;
+    bool differed;
+} job;
+
+static void *tokenize_often(void *arg)
+{
+    job *j = arg;
+    for (int i = 0; i < 50; i++) {
+        bg_ids ids = {0};
+        bg_error err = {0};
+        const bg_segment seg = {j->text, strlen(j->text), true};
+        if (bg_tokenize(j->v, &seg, 1, true, &ids, &err) || ids.n != j->ids.n ||
+            memcmp(ids.v, j->ids.v, ids.n * sizeof *ids.v) != 0)
+            j->differed = true;
+        bg_ids_release(&ids);
+    }
+    return NULL;
+}
+
+Test(tokenize, one_vocabulary_many_threads)
+{
+    static const char *const FILES[] = {"qwen2", "gemma"};
+    static const char *const TEXT[] = {
+        "It's 2024, caf\xc3\xa9 <|im_start|>", "int main(void)\n{\n    x;\n}",
+        "\xe4\xbb\x8a\xe5\xa4\xa9 <b>   y", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+    for (int k = 0; k < 2; k++) {
+        bg_vocab *v = open_vocab(FILES[k]);
+        pthread_t thread[4];
+        job jobs[4];
+        for (int i = 0; i < 4; i++)
+            jobs[i] = (job){v, TEXT[i], tokenize(v, TEXT[i], strlen(TEXT[i]), true, true), false};
+        for (int i = 0; i < 4; i++)
+            cr_assert_eq(pthread_create(&thread[i], NULL, tokenize_often, &jobs[i]), 0);
+        for (int i = 0; i < 4; i++) {
+            pthread_join(thread[i], NULL);
+            cr_expect_not(jobs[i].differed, "%s, text %d", FILES[k], i);
+            bg_ids_release(&jobs[i].ids);
+        }
         bg_vocab_free(v);
     }
 }

@@ -50,6 +50,7 @@ struct bg_engine {
     int n_window; /* not yet admitted: in the inbox or waiting for the first time */
     int64_t n_live;
     bool idle, stopping, failed;
+    bool winding_down, drop_new; /* lock: drop_new until the thread has seen it */
     bg_error failure;
     bg_engine_stats shown;
 
@@ -212,11 +213,11 @@ bg_status bg_engine_submit(bg_engine *e, const bg_seq_spec *spec, uint64_t *id, 
         return st;
     }
     pthread_mutex_lock(&e->lock);
-    while (e->n_window >= e->c.window && !e->stopping && !e->failed)
+    while (e->n_window >= e->c.window && !e->stopping && !e->winding_down && !e->failed)
         pthread_cond_wait(&e->changed, &e->lock);
     if (e->failed) {
         st = locked_failure(e, err);
-    } else if (e->stopping) {
+    } else if (e->stopping || e->winding_down) {
         st = bg_fail(err, BG_BUSY, "the engine is stopping");
     } else {
         q->id = ++e->last_id;
@@ -247,6 +248,17 @@ void bg_engine_cancel(bg_engine *e, uint64_t id)
         q->cancel_next = e->cancels;
         e->cancels = q;
         wake(e);
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+void bg_engine_wind_down(bg_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    if (!e->winding_down) {
+        e->winding_down = e->drop_new = true;
+        wake(e);
+        pthread_cond_broadcast(&e->changed);
     }
     pthread_mutex_unlock(&e->lock);
 }
@@ -376,9 +388,23 @@ typedef struct news {
     bool stopping;
 } news;
 
+/* Locked; winding down: sequences that never started are cancelled. */
+static void cancel_new(bg_engine *e)
+{
+    for (uint64_t i = 0; i <= e->id_mask; i++)
+        for (bg_seq *q = e->by_id[i]; q; q = q->id_next) {
+            if (q->started || q->cancelled) continue;
+            q->cancelled = true;
+            q->cancel_next = e->cancels;
+            e->cancels = q;
+        }
+}
+
 static news take_news(bg_engine *e)
 {
     pthread_mutex_lock(&e->lock);
+    if (e->drop_new) cancel_new(e);
+    e->drop_new = false;
     news n = {e->inbox, e->cancels, e->stopping};
     e->inbox = NULL;
     e->inbox_end = &e->inbox;

@@ -12,6 +12,8 @@
 #include "base/ring.h"
 #include "engine/engine.h"
 
+enum { BG_RANK_COMM_FLOATS = 1 << 18 }; /* a collective is cut into pieces of this many */
+
 typedef enum bg_rank_state {
     BG_RANK_NONE,     /* not started */
     BG_RANK_STARTING, /* loads the model */

@@ -22,7 +22,6 @@
 #include "engine/step.h"
 
 enum {
-    COMM_FLOATS = 1 << 18, /* a collective is cut into pieces of this many */
     MIN_RING = 1 << 20,
     SEAT_EXTRAS = 128 << 10, /* bytes of a seat message for biases and stop ids */
     MAX_RANKS = 64,
@@ -104,7 +103,7 @@ static void lay_out(bg_ranks *r)
      * always comes back to the ring down, and nothing waits in a circle. */
     r->down_cap = 2 * r->max_message + 64 < MIN_RING ? MIN_RING : 2 * r->max_message + 64;
     r->up_cap = 4 * bg_msg_result_max_bytes(c->max_num_seqs) + 64;
-    r->comm_bytes = bg_comm_shm_bytes(c->tp, COMM_FLOATS);
+    r->comm_bytes = bg_comm_shm_bytes(c->tp, BG_RANK_COMM_FLOATS);
     r->comm_offset = align_up(sizeof(shared) + tp * sizeof(bg_rank_slot), 4096);
     r->down_offset = align_up(r->comm_offset + r->comm_bytes, 4096);
     r->down_bytes = align_up(bg_ring_bytes(r->down_cap), 4096);
@@ -249,6 +248,7 @@ _Noreturn static void run_nursery(bg_ranks *r, int command, pid_t coordinator)
             if (cmd == 'S')
                 for (int i = 0; i < r->c.tp; i++)
                     fork_rank(r, i);
+            atomic_fetch_add(&r->shared->obeyed, 1);
         }
     }
     kill_ranks(r);

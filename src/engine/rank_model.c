@@ -1,0 +1,98 @@
+/* What a rank process runs for real: a model on the CPU backend. */
+#include <stdlib.h>
+
+#include "comm/comm.h"
+#include "engine/rank.h"
+
+typedef struct model_rank {
+    bg_gguf *gguf; /* embedding rows are read from its mapping */
+    bg_desc desc;
+    bg_comm *comm;
+    bg_backend *backend;
+    bg_model *model;
+} model_rank;
+
+static void stop(void *state)
+{
+    model_rank *m = state;
+    if (!m) return;
+    bg_model_free(m->model);
+    bg_backend_free(m->backend);
+    bg_comm_free(m->comm);
+    bg_gguf_close(m->gguf);
+    free(m);
+}
+
+static bg_status open_backend(model_rank *m, const bg_rank_config *c, int rank,
+                              void (*progress)(void *, uint64_t, uint64_t), void *ctx,
+                              bg_error *err)
+{
+    const bg_backend_config bc = {.compute = c->compute,
+                                  .n_threads = c->threads_per_rank,
+                                  .first_cpu = c->pin_threads ? rank * c->threads_per_rank : -1,
+                                  .check = c->check,
+                                  .comm = m->comm,
+                                  .max_tokens = c->max_step_tokens,
+                                  .max_seqs = c->max_num_seqs,
+                                  .max_out = c->max_num_seqs,
+                                  .max_ctx = c->max_model_len,
+                                  .vocab_size = m->desc.vocab_size,
+                                  .isa = c->isa};
+    const bg_model_config mc = {.rank = rank,
+                                .tp = c->tp,
+                                .n_blocks = c->n_blocks,
+                                .block_tokens = c->block_tokens,
+                                .cache_type = c->cache_type,
+                                .backend = &bc,
+                                .progress = progress,
+                                .ctx = ctx};
+    bg_status st = bg_cpu_backend_new(&m->backend, &bc, err);
+    if (!st) st = bg_model_load(&m->model, m->gguf, &m->desc, m->backend, &mc, err);
+    return st;
+}
+
+static bg_status start(void **state, const bg_rank_config *c, int rank, void *comm_memory,
+                       void (*progress)(void *, uint64_t, uint64_t), void *ctx, bg_error *err)
+{
+    *state = NULL;
+    model_rank *m = calloc(1, sizeof *m);
+    if (!m) return bg_fail(err, BG_NOMEM, "out of memory");
+    bg_status st = bg_gguf_open(&m->gguf, c->model_path, err);
+    if (!st) st = bg_desc_read(&m->desc, m->gguf, err);
+    if (!st && c->tp > 1)
+        st = bg_comm_shm_join(&m->comm, comm_memory, rank, c->tp, BG_RANK_COMM_FLOATS, err);
+    if (!st) st = open_backend(m, c, rank, progress, ctx, err);
+    if (st)
+        stop(m);
+    else
+        *state = m;
+    return st;
+}
+
+static bg_status seat(void *state, int slot, const bg_sampling *s, const int32_t *tokens,
+                      int n_tokens, int n_generated, bg_error *err)
+{
+    model_rank *m = state;
+    return m->backend->ops->slot_seat(m->backend, slot, s, tokens, n_tokens, n_generated, err);
+}
+
+static bg_status step(void *state, const bg_batch *batch, bg_sampled *out, int *n, bg_error *err)
+{
+    model_rank *m = state;
+    *n = 0;
+    bg_status st = bg_model_begin(m->model, batch, err);
+    if (!st) st = bg_model_forward(m->model, err);
+    if (st || m->backend->ops->n_out(m->backend) == 0) return st;
+    st = bg_op_sample(m->backend, err);
+    if (!st) st = bg_op_fetch(m->backend, out, n, err);
+    return st;
+}
+
+static uint64_t memory(void *state)
+{
+    const model_rank *m = state;
+    return m->backend->ops->memory(m->backend);
+}
+
+const bg_rank_ops bg_rank_ops_model = {
+    .start = start, .seat = seat, .step = step, .stop = stop, .memory = memory};

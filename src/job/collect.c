@@ -479,8 +479,10 @@ static void take_event(bg_collect *c, const bg_token_event *ev)
     ch->open = false;
     r->n_open--;
     if (!ch->closed && ev->finish != BG_FINISH_CANCEL) {
-        bg_detok_finish(ch->detok, &ch->text);
-        close_choice(ch, ev->finish);
+        /* The end of the text can decide a stop string that more text could have made part of
+         * another. */
+        ch->stop_index = bg_detok_finish(ch->detok, &ch->text);
+        close_choice(ch, ch->stop_index >= 0 ? BG_FINISH_STOP : ev->finish);
     }
     settle(c, r);
 }

@@ -108,16 +108,19 @@ def start_job(*args):
                             stdout=subprocess.DEVNULL, env=environment())
 
 
+def commits(out):
+    try:
+        with open(out + ".journal", "rb") as f:
+            return f.read().count(b'{"commit"')
+    except FileNotFoundError:
+        return 0
+
+
 def wait_for_commits(job, out, n=1):
     """Until the journal has n commits or the job has ended. Watches a file: it has no event to wait for."""
-    journal = out + ".journal"
     while job.poll() is None:
-        try:
-            with open(journal, "rb") as f:
-                if f.read().count(b'{"commit"') >= n:
-                    return True
-        except FileNotFoundError:
-            pass
+        if commits(out) >= n:
+            return True
         select.select([], [], [], 0.005)
     return False
 
@@ -149,7 +152,7 @@ class Run(unittest.TestCase):
         for i, args in enumerate((["--max-num-seqs", "1"], ["--max-num-seqs", "3", "--no-prefix-cache"],
                                   ["--max-num-seqs", "7", "--max-num-batched-tokens", "16"],
                                   ["--threads", "1", "--block-size", "32"],
-                                  ["--kv-cache-memory", "1300KiB", "--max-model-len", "1024"])):
+                                  ["--kv-cache-memory", "3300KiB", "--max-model-len", "1024"])):
             base = want if "--max-model-len" not in args else self.run_job("short.jsonl", *args[2:])
             self.assertEqual(self.run_job(f"v{i}.jsonl", *args), base, args)
 
@@ -255,8 +258,9 @@ class Run(unittest.TestCase):
         want = self.run_job("undisturbed.jsonl", *LONG)
         out = self.out("stopped.jsonl")
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            before = commits(out)
             job = start_job(self.input, "-o", out, "-m", MODEL, *LONG, "--grace", "0.2", "--max-num-seqs", "2")
-            stopped = wait_for_commits(job, out, 1 + len(results(out)) if os.path.exists(out) else 1)
+            stopped = wait_for_commits(job, out, before + 1)
             job.send_signal(sig)
             job.communicate()
             self.assertEqual(job.returncode, 75 if stopped else 0)
@@ -311,7 +315,7 @@ class Run(unittest.TestCase):
                 {"id": "bias", "prompt": "a b c", "max_tokens": 4, "logit_bias": {"300": 100}, "ignore_eos": True,
                  "logprobs": 0}]
         got = {json.loads(x)["id"]: json.loads(x) for x in
-               self.run_job("s.jsonl", "--temperature", "0", inp=write_lines(f"{self.dir}/s.jsonl", recs)).values()}
+               self.run_job("s.jsonl", "--temperature", "0", inp=write_lines(f"{self.dir}/sampling.jsonl", recs)).values()}
         self.assertEqual(got["stop"]["finish_reason"], "stop")
         self.assertFalse(set(got["stop"]["text"]) & set("etaoi"))
         self.assertEqual(got["lp"]["usage"]["completion_tokens"], 5)

@@ -79,11 +79,11 @@ static void quantize(const lin_acts *a, const float *x, int64_t x_stride, int w,
                 v[i] = _mm256_loadu_ps(x + t * x_stride + 8 * i);
                 big = _mm256_max_epi32(big, _mm256_and_si256(_mm256_castps_si256(v[i]), positive));
             }
-            const float max = bg_f32_from_bits((uint32_t)fold(big, true));
-            const bool none = max < 0x1p-100f;
-            const float d = none ? 0.0f : max / 127.0f, id = none ? 0.0f : 127.0f / max;
+            float d, id;
+            const __m256i finite = _mm256_set1_epi32(lin_scale(&d, &id, fold(big, true)) ? -1 : 0);
             for (int i = 0; i < 4; i++)
-                q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(id)));
+                q[i] = _mm256_and_si256(
+                    finite, _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(id))));
             const __m256i packed =
                 _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
             _mm256_storeu_si256((__m256i *)(a->q + at * LIN_BLOCK),

@@ -76,11 +76,11 @@ void lin_quantize_avx512(const lin_acts *a, const float *x, int64_t x_stride, in
             const __m512i big =
                 _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(lo), positive),
                                  _mm512_and_si512(_mm512_castps_si512(hi), positive));
-            const float max = bg_f32_from_bits((uint32_t)_mm512_reduce_max_epi32(big));
-            const bool none = max < 0x1p-100f;
-            const float d = none ? 0.0f : max / 127.0f, id = none ? 0.0f : 127.0f / max;
-            const __m512i ql = _mm512_cvtps_epi32(_mm512_mul_ps(lo, _mm512_set1_ps(id)));
-            const __m512i qh = _mm512_cvtps_epi32(_mm512_mul_ps(hi, _mm512_set1_ps(id)));
+            float d, id;
+            const __mmask16 finite = lin_scale(&d, &id, _mm512_reduce_max_epi32(big)) ? 0xffff : 0;
+            const __m512 m = _mm512_set1_ps(id);
+            const __m512i ql = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(lo, m));
+            const __m512i qh = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(hi, m));
             int8_t *q = a->q + at * LIN_BLOCK;
             _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8(ql));
             _mm_storeu_si128((__m128i *)(q + 16), _mm512_cvtepi32_epi8(qh));

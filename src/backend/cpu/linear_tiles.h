@@ -204,7 +204,20 @@ LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, cons
     }
 }
 
-/* What a block leaves besides q: d is its scale, s0 and s1 the sums of q over its halves. */
+/* The scale of a block whose largest |x| has these bits, and what to multiply x by for q. A NaN or
+ * an infinity in x must reach the result: the maximum is taken over the bits, where NaN is the
+ * largest; then d is not finite and q, by the false returned, all 0. Blocks of next to nothing
+ * count as 0, as 127 / max might overflow. */
+LIN_INLINE bool lin_scale(float *d, float *id, int32_t max_bits)
+{
+    const float max = bg_f32_from_bits((uint32_t)max_bits);
+    const bool tiny = max < 0x1p-100f;
+    *d = tiny ? 0.0f : max / 127.0f;
+    *id = tiny ? 0.0f : 127.0f / max;
+    return max_bits < 0x7f800000;
+}
+
+/* What a block leaves besides q: s0 and s1 are the sums of q over its halves. */
 LIN_INLINE void lin_put_scales(const lin_acts *a, int64_t b, int w, int t, float d, int32_t s0,
                                int32_t s1)
 {
@@ -220,8 +233,6 @@ LIN_INLINE void lin_put_scales(const lin_acts *a, int64_t b, int w, int t, float
     }
 }
 
-/* A NaN or infinity in x makes d NaN or infinite, and so reaches the result: the maximum is taken
- * over the bits, where NaN is the largest. */
 LIN_INLINE void lin_quantize_any(const lin_acts *a, const float *x, int64_t x_stride, int w,
                                  int64_t b0, int64_t b1)
 {
@@ -232,22 +243,17 @@ LIN_INLINE void lin_quantize_any(const lin_acts *a, const float *x, int64_t x_st
             int8_t *q = a->q + (b * w + t) * LIN_BLOCK;
             uint32_t bits[LIN_BLOCK];
             int32_t big = 0, sum[2] = {0, 0};
+            float d, id;
             memcpy(bits, v, sizeof bits);
             for (int i = 0; i < LIN_BLOCK; i++) {
                 const int32_t m = (int32_t)(bits[i] & 0x7fffffffu);
                 big = m > big ? m : big;
             }
-            const float max = bg_f32_from_bits((uint32_t)big);
-            /* Below this 127 / max could overflow; the block counts as 0. */
-            const float d = max < 0x1p-100f ? 0.0f : max / 127.0f;
-            const float id = max < 0x1p-100f ? 0.0f : 127.0f / max;
-            for (int h = 0; h < 2; h++) {
-                for (int i = 16 * h; i < 16 * h + 16; i++) {
-                    const int32_t n =
-                        (int32_t)(bg_f32_bits(v[i] * id + magic) - bg_f32_bits(magic));
-                    q[i] = (int8_t)n;
-                    sum[h] += (int8_t)n;
-                }
+            const bool finite = lin_scale(&d, &id, big);
+            for (int i = 0; i < LIN_BLOCK; i++) {
+                const uint32_t n = bg_f32_bits(v[i] * id + magic) - bg_f32_bits(magic);
+                q[i] = finite ? (int8_t)n : 0;
+                sum[i / 16] += q[i];
             }
             lin_put_scales(a, b, w, t, d, sum[0], sum[1]);
         }

@@ -114,8 +114,8 @@ LIN_INLINE __m512 block_scale(lin_format format, const uint8_t *s)
     return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, bits, tiny));
 }
 
-/* Asks for [p + AHEAD, p + AHEAD + n). Quants and scales of a group are neighbours and the groups follow
- * each other, so the same distance for both covers every byte once, also across groups. */
+/* Asks for [p + AHEAD, p + AHEAD + n). Quants and scales of a group are neighbours and the groups
+ * follow each other, so the same distance for both covers every byte once, also across groups. */
 LIN_INLINE void prefetch(const uint8_t *p, int n)
 {
 #pragma GCC unroll 8

@@ -24,16 +24,34 @@ static float uniform(uint64_t *s) /* (-1, 1) */
     return (float)(int32_t)(next_random(s) >> 32) * 0x1p-31f;
 }
 
-/* Where a block's 16-bit float scales are, for types that bg_quant_row() does not write. */
+/* Where a block's 16-bit float scales are. */
 struct scales {
     uint32_t type;
     int n, at[2];
 };
 static const struct scales half_scales[] = {
-    {BG_Q2_K, 2, {80, 82}}, {BG_Q3_K, 1, {108}}, {BG_IQ2_XXS, 1, {0}}, {BG_IQ2_XS, 1, {0}},
-    {BG_IQ3_XXS, 1, {0}},   {BG_IQ1_S, 1, {0}},  {BG_IQ4_NL, 1, {0}},  {BG_IQ3_S, 1, {0}},
-    {BG_IQ2_S, 1, {0}},     {BG_IQ4_XS, 1, {0}}, {BG_TQ1_0, 1, {52}},  {BG_TQ2_0, 1, {64}},
+    {BG_Q4_0, 1, {0}},      {BG_Q4_1, 2, {0, 2}}, {BG_Q5_0, 1, {0}},    {BG_Q5_1, 2, {0, 2}},
+    {BG_Q8_0, 1, {0}},      {BG_Q4_K, 2, {0, 2}}, {BG_Q5_K, 2, {0, 2}}, {BG_Q6_K, 1, {208}},
+    {BG_Q2_K, 2, {80, 82}}, {BG_Q3_K, 1, {108}},  {BG_IQ2_XXS, 1, {0}}, {BG_IQ2_XS, 1, {0}},
+    {BG_IQ3_XXS, 1, {0}},   {BG_IQ1_S, 1, {0}},   {BG_IQ4_NL, 1, {0}},  {BG_IQ3_S, 1, {0}},
+    {BG_IQ2_S, 1, {0}},     {BG_IQ4_XS, 1, {0}},  {BG_TQ1_0, 1, {52}},  {BG_TQ2_0, 1, {64}},
 };
+
+/* Gives a block of any other bits scales of a sane size. */
+static void tame_scales(uint32_t type, uint8_t *block, uint64_t *seed)
+{
+    if (type == BG_MXFP4) block[0] = (uint8_t)(120 + next_random(seed) % 8);
+    if (type == BG_NVFP4)
+        for (int i = 0; i < 4; i++)
+            block[i] &= 0x3f;
+    if (type == BG_IQ1_M) block[55] = (uint8_t)((block[55] & 0x0f) | 0x20);
+    for (size_t i = 0; i < sizeof half_scales / sizeof *half_scales; i++) {
+        for (int j = 0; half_scales[i].type == type && j < half_scales[i].n; j++) {
+            const uint16_t h = bg_f32_to_f16(0.02f * uniform(seed));
+            memcpy(block + half_scales[i].at[j], &h, 2);
+        }
+    }
+}
 
 /* One row of weights in blocks of the type: quantised noise, or else random bits with sane scales.
  */
@@ -50,17 +68,7 @@ static void random_row(uint32_t type, uint8_t *dst, int64_t n, uint64_t *seed)
     for (int64_t b = 0; b < n_blocks; b++, dst += q->block_bytes) {
         for (int i = 0; i < q->block_bytes; i++)
             dst[i] = (uint8_t)next_random(seed);
-        if (type == BG_MXFP4) dst[0] = (uint8_t)(120 + next_random(seed) % 8);
-        if (type == BG_NVFP4)
-            for (int i = 0; i < 4; i++)
-                dst[i] &= 0x3f;
-        if (type == BG_IQ1_M) dst[55] = (uint8_t)((dst[55] & 0x0f) | 0x20);
-        for (size_t i = 0; i < sizeof half_scales / sizeof *half_scales; i++) {
-            for (int j = 0; half_scales[i].type == type && j < half_scales[i].n; j++) {
-                const uint16_t h = bg_f32_to_f16(0.02f * uniform(seed));
-                memcpy(dst + half_scales[i].at[j], &h, 2);
-            }
-        }
+        tame_scales(type, dst, seed);
     }
 }
 
@@ -350,6 +358,49 @@ Test(linear, native_mode_matches_float64_on_the_quantised_activations)
                 free(x);
                 free_weights(&w);
             }
+        }
+    }
+    bg_pool_free(pool);
+}
+
+/* The largest sums that the types can make: a kernel that adds up in 16 bits must not saturate. */
+Test(linear, extreme_quants_do_not_saturate)
+{
+    enum { M = 5, N = 16, K = 512 };
+    bg_pool *pool = new_pool(1);
+    static const uint8_t fills[] = {0x00, 0x7f, 0x80, 0xff, 0xf0, 0x0f, 0x3f};
+    float x[M * K];
+    double y[M * K], ref[M * N], scale[M * N];
+    for (int i = 0; i < K; i++) {
+        x[i] = 1;
+        x[K + i] = -1;
+        x[2 * K + i] = i % 2 ? 1.0f : -1.0f;
+        x[3 * K + i] = i % 4 < 2 ? 1.0f : -1.0f;
+        x[4 * K + i] = i % 32 < 16 ? 1.0f : -1.0f;
+    }
+    quantised_x(y, x, K, M, K);
+    for (int ty = 0; ty < N_INTEGER; ty++) {
+        const bg_qtype_info *q = bg_qtype_get(integer_types[ty]);
+        for (size_t f = 0; f < sizeof fills; f++) {
+            uint64_t seed = f;
+            weights w = random_weights(integer_types[ty], N, K, 1);
+            memset(w.data, fills[f], N * w.row_bytes);
+            for (size_t b = 0; b < N * w.row_bytes; b += (size_t)q->block_bytes)
+                tame_scales(w.type, w.data + b, &seed);
+            for (int r = 0; r < N; r++)
+                bg_dequant_row(w.type, w.data + (size_t)r * w.row_bytes, w.value + r * K, K);
+            native_reference(ref, scale, &w, y, M);
+            const bg_linear_spec spec = {"extreme", 1, {whole(&w)}};
+            for (bg_isa isa = BG_ISA_PLAIN; isa <= bg_isa_best(); isa++) {
+                bg_linear *l = new_linear(&spec, BG_COMPUTE_NATIVE, isa, pool);
+                float *out = run(l, x, K, M, pool);
+                const double e = worst(out, ref, scale, M * N);
+                cr_expect(e <= 0x1p-24 * 40, "%s %s of bytes %02x: error %.3g", bg_isa_name(isa),
+                          q->name, fills[f], e);
+                free(out);
+                bg_cpu_linear_free(l);
+            }
+            free_weights(&w);
         }
     }
     bg_pool_free(pool);

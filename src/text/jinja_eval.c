@@ -463,11 +463,11 @@ static bool slice_range(jn_state *r, const jn_range *g, int64_t first, int64_t l
 {
     jn_range *part = jn_new(r, sizeof *part);
     if (!part) return false;
-    int64_t n = by > 0 ? (last - first + by - 1) / by : (first - last - by - 1) / -by;
+    int64_t span = by > 0 ? last - first : first - last, size = by > 0 ? by : -by;
     *part = (jn_range){.start = g->start + first * g->step, .stop = g->start + last * g->step};
     if (__builtin_mul_overflow(g->step, by, &part->step))
         part->step = by > 0 ? INT64_MAX : INT64_MIN; /* then there is one number at most */
-    part->n = n < 0 ? 0 : n;
+    part->n = span > 0 ? (span - 1) / size + 1 : 0;
     *out = (jn_val){.kind = JN_RANGE, .range = part};
     return true;
 }
@@ -475,7 +475,7 @@ static bool slice_range(jn_state *r, const jn_range *g, int64_t first, int64_t l
 OUT_OF_LINE slice(jn_state *r, const jn_node *e, jn_val *out)
 {
     jn_val v, part[3] = {{.kind = JN_NONE}, {.kind = JN_NONE}, {.kind = JN_NONE}};
-    int64_t n, first, last, by;
+    int64_t n, first = 0, last = 0, by = 1;
     if (!jn_eval(r, e->a, &v)) return false;
     for (int i = 0; i < 3; i++)
         if (e->list[i] && !jn_eval(r, e->list[i], &part[i])) return false;

@@ -34,7 +34,7 @@ static bool number_in(jn_state *r, const jn_str *f, size_t *i, values *a, int64_
 {
     *n = 0;
     if (*i < f->n && jn_bytes(f)[*i] == '*') {
-        jn_val v;
+        jn_val v = {0};
         ++*i;
         return next_value(r, a, &v) && jn_want_int(r, v, n);
     }
@@ -257,7 +257,7 @@ bool jn_str_format(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
         const char *close = *q == '{' ? memchr(q, '}', (size_t)(end - q)) : NULL;
         if (!close) return jn_fail(r, "format(): a single '%c' in the format string", *q);
         size_t n = (size_t)(close - q) - 1;
-        jn_val v;
+        jn_val v = {0};
         if (memchr(q + 1, ':', n) || memchr(q + 1, '!', n) || memchr(q + 1, '.', n) ||
             memchr(q + 1, '[', n) || memchr(q + 1, '{', n))
             return jn_fail(r, "format(): only {}, {0} and {name} are supported");

@@ -68,7 +68,7 @@ void *jn_arena_grow(jn_arena *a, void *p, size_t n, size_t new_n)
         }
     }
     void *q = take(a, new_n);
-    if (q && n) memcpy(q, p, n);
+    if (q && p && n) memcpy(q, p, n);
     return q;
 }
 

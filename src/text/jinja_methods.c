@@ -18,7 +18,7 @@ bool jn_bind(jn_state *r, const char *what, const jn_args *a, const char *names,
              jn_val *v)
 {
     size_t n_names = 0, n = 0, used = 0;
-    for (const char *p = names; (p = next_word(p, &n)); p += n, n_names++) {
+    for (const char *p = names; v && (p = next_word(p, &n)); p += n, n_names++) {
         jn_val *slot = &v[n_names];
         *slot = (jn_val){.kind = JN_MISSING};
         if (n_names < a->n) *slot = a->v[n_names];
@@ -146,7 +146,7 @@ static bool list_extend(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 static bool list_insert(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
     jn_val v[2];
-    int64_t i, n = (int64_t)self.list->n;
+    int64_t i = 0, n = (int64_t)self.list->n;
     *out = jn_none();
     if (!may_change(r, self, "insert") || !jn_bind(r, "insert", a, "index object", 2, v) ||
         !jn_want_int(r, v[0], &i) || !jn_work(r, (size_t)n) || !jn_list_add(r, self.list, v[1]))
@@ -183,7 +183,7 @@ static bool list_copy(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 
 static bool list_index(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
-    jn_val v, *items;
+    jn_val v = {0}, *items;
     size_t n;
     bool eq;
     if (!jn_bind(r, "index", a, "value", 1, &v) || !jn_items(r, self, &items, &n)) return false;
@@ -198,7 +198,7 @@ static bool list_index(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 
 static bool list_count(jn_state *r, jn_val self, const jn_args *a, jn_val *out)
 {
-    jn_val v, *items;
+    jn_val v = {0}, *items;
     size_t n;
     bool eq;
     int64_t found = 0;

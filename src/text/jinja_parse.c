@@ -110,13 +110,10 @@ static bool add_param(jn_parser *p, jn_params *m, const jn_str *name, jn_node *d
     if ((n & (n - 1)) == 0) {
         size_t cap = n ? n * 2 : 1;
         jn_arena *a = p->r->arena;
+        const size_t old = n * sizeof(void *), size = cap * sizeof(void *);
         m->syms = jn_arena_grow(a, m->syms, n * sizeof *m->syms, cap * sizeof *m->syms);
-        m->names = m->syms
-                       ? jn_arena_grow(a, m->names, n * sizeof *m->names, cap * sizeof *m->names)
-                       : NULL;
-        m->defaults = m->names ? jn_arena_grow(a, m->defaults, n * sizeof *m->defaults,
-                                               cap * sizeof *m->defaults)
-                               : NULL;
+        m->names = m->syms ? jn_arena_grow(a, m->names, old, size) : NULL;
+        m->defaults = m->names ? jn_arena_grow(a, m->defaults, old, size) : NULL;
         if (!m->defaults) return jn_no_memory(p->r);
     }
     m->names[n] = name;

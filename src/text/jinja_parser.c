@@ -133,8 +133,8 @@ bool jn_over_kid(jn_parser *p, jn_node *e, const jn_node *kid)
 bool jn_add_kid(jn_parser *p, jn_node *e, jn_node *kid)
 {
     if ((e->n & (e->n - 1)) == 0) { /* grows at 0, 1, 2, 4, 8, ... */
-        jn_node **list = jn_arena_grow(p->r->arena, e->list, e->n * sizeof *list,
-                                       (e->n ? e->n * 2 : 1) * sizeof *list);
+        jn_node **list = jn_arena_grow(p->r->arena, e->list, e->n * sizeof(void *),
+                                       (e->n ? e->n * 2 : 1) * sizeof(void *));
         if (!list) return jn_no_memory(p->r);
         e->list = list;
     }

@@ -456,7 +456,7 @@ static bool slice(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 /* Pairs of key and list, in the order of the keys. */
 static bool groupby(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
 {
-    jn_val arg[3], all, key, last_key = {0}, group = {0}, pair, shown;
+    jn_val arg[3], all, key = {0}, last_key = {0}, group = {0}, pair, shown = {0};
     bool eq = false;
     if (!jn_bind(r, "groupby", a, "attribute default case_sensitive", 1, arg)) return false;
     bool fold = !jn_truth(arg[2]);

@@ -457,7 +457,7 @@ static bool hash_of(jn_state *r, jn_val v, uint64_t *h)
         i = jn_as_int(v);
         break;
     case JN_FLOAT:
-        if (v.f >= -0x1p62 && v.f <= 0x1p62 && v.f == floor(v.f)) {
+        if (fabs(v.f) <= 0x1p62 && v.f == floor(v.f)) {
             i = (int64_t)v.f;
             break;
         }
@@ -481,7 +481,8 @@ static bool hash_of(jn_state *r, jn_val v, uint64_t *h)
         *h = 4;
         return true;
     default:
-        *h = bg_hash64(&v.undef, sizeof v.undef, 5);
+        i = (int64_t)(intptr_t)v.undef; /* the object itself */
+        *h = bg_hash64(&i, sizeof i, 5);
         return true;
     }
     *h = bg_hash64(&i, sizeof i, 6);
@@ -499,6 +500,7 @@ bool jn_dict_new(jn_state *r, jn_kind kind, jn_val *out)
 static bool find(jn_state *r, const jn_dict *d, jn_val k, uint64_t *hash, jn_entry **e)
 {
     *e = NULL;
+    *hash = 0;
     if (!hash_of(r, k, hash)) return false;
     size_t i = d->n_slots ? *hash & (d->n_slots - 1) : 0;
     for (;;) {

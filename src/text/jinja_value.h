@@ -353,7 +353,8 @@ const jn_func *jn_find_method(jn_val self, const char *name, size_t n);
 bool jn_globals(jn_state *r); /* puts range, namespace, ... into the context */
 
 /* Distributes positional and keyword arguments over names ("sep maxsplit"), of which the first
- * n_required must be given; v[i].kind is JN_MISSING where nothing was given. */
+ * n_required must be given; v[i].kind is JN_MISSING where nothing was given. Without names, v may
+ * be NULL. */
 bool jn_bind(jn_state *r, const char *what, const jn_args *a, const char *names, size_t n_required,
              jn_val *v);
 bool jn_want_int(jn_state *r, jn_val v, int64_t *i);

@@ -57,10 +57,119 @@ void lin_fma_avx512(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], cons
     }
 }
 
+/* The quants of step s of a block as stored, one byte each. */
+LIN_INLINE __m512i step_quants(lin_format format, const uint8_t *q, int s)
+{
+    if (format == LIN_Q8_0) return _mm512_load_si512(q + 64 * s);
+    __m512i v = _mm512_load_si512(q + 64 * (s & 3));
+    if (s & 4) v = _mm512_srli_epi32(v, 4);
+    v = _mm512_and_si512(v, _mm512_set1_epi8(15));
+    if (format == LIN_Q5_0 || format == LIN_Q5_1 || format == LIN_Q5_K) {
+        __m512i p = _mm512_load_si512(q + 256);
+        p = s < 4 ? _mm512_slli_epi32(p, (unsigned)(4 - s))
+                  : _mm512_srli_epi32(p, (unsigned)(s - 4));
+        v = _mm512_or_si512(v, _mm512_and_si512(p, _mm512_set1_epi8(0x10)));
+    } else if (format == LIN_Q6_K) {
+        const int at = 2 * (s & 3);
+        __m512i p = _mm512_load_si512(q + 256 + 64 * (s >> 2));
+        p = at < 4 ? _mm512_slli_epi32(p, (unsigned)(4 - at))
+                   : _mm512_srli_epi32(p, (unsigned)(at - 4));
+        v = _mm512_or_si512(v, _mm512_and_si512(p, _mm512_set1_epi8(0x30)));
+    } else if (format == LIN_IQ4_NL || format == LIN_IQ4_XS || format == LIN_MXFP4) {
+        const int8_t *t = format == LIN_MXFP4 ? lin_fp4 : lin_nl;
+        const __m128i book =
+            _mm_xor_si128(_mm_loadu_si128((const __m128i *)t), _mm_set1_epi8(-128));
+        v = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(book), v);
+    }
+    return v;
+}
+
+/* panel[4s + c] of a block = (quant - offset) * d + m */
+LIN_INLINE void unpack_steps(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *q, int s0,
+                             int s1, __m512 d, __m512 m)
+{
+    static const int offsets[LIN_STARTS] = {
+        [LIN_START_8] = 8, [LIN_START_16] = 16, [LIN_START_128] = 128, [LIN_START_32_HALVES] = 32};
+    const lin_start start =
+        format == LIN_Q4_0   ? LIN_START_8
+        : format == LIN_Q5_0 ? LIN_START_16
+        : format == LIN_Q6_K ? LIN_START_32_HALVES
+        : format == LIN_Q4_1 || format == LIN_Q5_1 || format == LIN_Q4_K || format == LIN_Q5_K
+            ? LIN_START_NONE
+            : LIN_START_128;
+    const __m512i offset = _mm512_set1_epi32(offsets[start]);
+#pragma GCC unroll 8
+    for (int s = s0; s < s1; s++) {
+        const __m512i v = step_quants(format, q, s);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            __m512i x = c ? _mm512_srli_epi32(v, (unsigned)(8 * c)) : v;
+            if (c < 3) x = _mm512_and_si512(x, _mm512_set1_epi32(255));
+            const __m512 f = _mm512_cvtepi32_ps(_mm512_sub_epi32(x, offset));
+            const __m512 y = _mm512_mul_ps(f, d);
+            _mm512_store_ps(panel[4 * s + c], start == LIN_START_NONE ? _mm512_add_ps(y, m) : y);
+        }
+    }
+}
+
+LIN_INLINE __m512 rows_i8(const int8_t *s)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)s)));
+}
+
+LIN_INLINE void unpack_blocks(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *quants,
+                              const uint8_t *scales, int n)
+{
+    const lin_format_info *f = &lin_formats[format];
+    lin_super s;
+    if (f->scale_cols == LIN_SUPER) lin_super_scales(&s, format, scales);
+    for (int b = 0; b < n / LIN_BLOCK; b++, quants += f->quant_bytes, panel += LIN_BLOCK) {
+        __m512 d, m = _mm512_setzero_ps();
+        if (format == LIN_Q6_K) {
+            d = _mm512_loadu_ps(s.d);
+            unpack_steps(panel, format, quants, 0, 4, _mm512_mul_ps(d, rows_i8(s.sc[2 * b])), m);
+            unpack_steps(panel, format, quants, 4, 8, _mm512_mul_ps(d, rows_i8(s.sc[2 * b + 1])),
+                         m);
+            continue;
+        }
+        if (f->scale_cols == LIN_SUPER) {
+            d = _mm512_mul_ps(_mm512_loadu_ps(s.d), rows_i8(s.sc[b]));
+            if (format != LIN_IQ4_XS)
+                m = _mm512_sub_ps(m, _mm512_mul_ps(_mm512_loadu_ps(s.dmin), rows_i8(s.mn[b])));
+        } else {
+            float df[LIN_ROWS], mf[LIN_ROWS] = {0};
+            lin_block_scales(df, mf, format, scales + b * f->scale_bytes);
+            d = _mm512_loadu_ps(df);
+            m = _mm512_loadu_ps(mf);
+        }
+        unpack_steps(panel, format, quants, 0, 8, d, m);
+    }
+}
+
 void lin_unpack_avx512(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *quants,
                        const uint8_t *scales, int n)
 {
-    lin_unpack_any(panel, format, quants, scales, n);
+    switch (format) {
+#define CASE(F)                                     \
+    case F:                                         \
+        unpack_blocks(panel, F, quants, scales, n); \
+        break
+        CASE(LIN_Q4_0);
+        CASE(LIN_Q4_1);
+        CASE(LIN_Q5_0);
+        CASE(LIN_Q5_1);
+        CASE(LIN_Q8_0);
+        CASE(LIN_IQ4_NL);
+        CASE(LIN_MXFP4);
+        CASE(LIN_Q4_K);
+        CASE(LIN_Q5_K);
+        CASE(LIN_Q6_K);
+        CASE(LIN_IQ4_XS);
+#undef CASE
+    default:
+        lin_unpack_float(panel, format, quants, n);
+        break;
+    }
 }
 
 /* lin_quantize_any() with a token's 32 values in two registers. */

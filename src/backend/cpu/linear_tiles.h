@@ -164,25 +164,32 @@ LIN_INLINE void lin_unpack_format(float (*panel)[LIN_ROWS], lin_format format,
     }
 }
 
-LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *quants,
-                               const uint8_t *scales, int n)
+LIN_INLINE void lin_unpack_float(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *values,
+                                 int n)
 {
     switch (format) {
     case LIN_F32:
-        memcpy(panel, quants, (size_t)n * sizeof *panel);
+        memcpy(panel, values, (size_t)n * sizeof *panel);
         break;
     case LIN_F16:
         for (int k = 0; k < n; k++)
-            lin_halves(panel[k], quants + 32 * k);
+            lin_halves(panel[k], values + 32 * k);
         break;
-    case LIN_BF16:
+    default: /* LIN_BF16 */
         for (int k = 0; k < n; k++) {
             uint16_t h[LIN_ROWS];
-            memcpy(h, quants + 32 * k, sizeof h);
+            memcpy(h, values + 32 * k, sizeof h);
             for (int r = 0; r < LIN_ROWS; r++)
                 panel[k][r] = bg_bf16_to_f32(h[r]);
         }
         break;
+    }
+}
+
+LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *quants,
+                               const uint8_t *scales, int n)
+{
+    switch (format) {
 #define CASE(F)                                         \
     case F:                                             \
         lin_unpack_format(panel, F, quants, scales, n); \
@@ -200,6 +207,7 @@ LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, cons
         CASE(LIN_IQ4_XS);
 #undef CASE
     default:
+        lin_unpack_float(panel, format, quants, n);
         break;
     }
 }

@@ -27,6 +27,17 @@ for program; do
     fi
 done
 if [ "${SAN:-}" != thread ]; then
+    for t in tests/tools/*.sh; do
+        [ -f "$t" ] || continue
+        if sh "$t" "${BUILD:-build}/$(basename "$t" .sh)" >"$log" 2>&1; then
+            passed=$((passed + 1))
+            echo "ok   $t (1)"
+        else
+            failed=$((failed + 1))
+            echo "FAIL $t"
+            sed 's/^/     /' "$log" | tail -20
+        fi
+    done
     for t in tests/e2e/test_*.py; do
         [ -f "$t" ] || continue
         python3 "$t" >"$log" 2>&1

@@ -17,6 +17,14 @@ static bg_status token_text(const bg_vocab *v, int32_t id, char **out, bg_error 
     return *out ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
 }
 
+static bg_status own_template(bg_text_model *m, const char *key, bg_template **t, bg_error *err)
+{
+    bg_str src;
+    bg_status st = bg_gguf_get_str(m->gguf, key, &src, err);
+    if (!st && src.n) st = bg_template_new(t, src.p, src.n, key, err);
+    return st;
+}
+
 static bg_status open_template(bg_text_model *m, const bg_job *job, bg_error *err)
 {
     if (job->chat_template) {
@@ -27,12 +35,14 @@ static bg_status open_template(bg_text_model *m, const bg_job *job, bg_error *er
         free(src);
         return st;
     }
-    bg_str src;
-    bg_status st = bg_gguf_get_str(m->gguf, "tokenizer.chat_template", &src, err);
-    if (st || !src.n) return st;
-    st = bg_template_new(&m->chat, src.p, src.n, "tokenizer.chat_template", err);
-    if (st) bg_wrap(err, "%s", job->model);
-    return st;
+    bg_status st = own_template(m, "tokenizer.chat_template", &m->chat, err);
+    if (!st) st = own_template(m, "tokenizer.chat_template.tool_use", &m->chat_tools, err);
+    if (st) return bg_wrap(err, "%s", job->model);
+    if (!m->chat) { /* a model that has only the other one */
+        m->chat = m->chat_tools;
+        m->chat_tools = NULL;
+    }
+    return BG_OK;
 }
 
 /* "SmolLM2-135M-Instruct.Q4_1" of ".../SmolLM2-135M-Instruct.Q4_1.gguf", without a split's number.
@@ -80,6 +90,7 @@ bg_status bg_text_model_open(bg_text_model *m, const bg_job *job, bg_error *err)
 void bg_text_model_close(bg_text_model *m)
 {
     bg_template_free(m->chat);
+    bg_template_free(m->chat_tools);
     bg_vocab_free(m->vocab);
     bg_gguf_close(m->gguf);
     free(m->bos);
@@ -111,7 +122,8 @@ static bg_status encode_chat(const bg_text_model *m, bg_request *r, int64_t wall
                               .wall_s = wall_s};
     bg_rendered out = {0};
     bg_error e = {0};
-    bg_status st = bg_chat_render(m->chat, &in, NULL, &out, &e);
+    bg_status st =
+        bg_chat_render(r->tools && m->chat_tools ? m->chat_tools : m->chat, &in, NULL, &out, &e);
     if (st == BG_NOMEM)
         bg_fail(err, st, "%s", e.text);
     else if (st)

@@ -156,7 +156,8 @@ static void *reader(void *arg)
         f->read_st = read_one(f, &line, &go_on);
         uint64_t read, total;
         bg_input_progress(f->in, &read, &total);
-        atomic_store(&f->read, read);
+        /* Files are read in large pieces; of a plain one the lines so far say it better. */
+        atomic_store(&f->read, line.end < read ? line.end : read);
         atomic_store(&f->total, total);
         atomic_store(&f->records, bg_input_records(f->in));
     }

@@ -103,8 +103,9 @@ typedef struct bg_text_model {
     bg_gguf *gguf;
     bg_desc desc;
     bg_vocab *vocab;
-    bg_template *chat; /* NULL: the model has none */
-    char *bos, *eos;   /* their texts, "" when there are none */
+    bg_template *chat;       /* NULL: the model has none */
+    bg_template *chat_tools; /* for requests with tools; NULL: the same one */
+    char *bos, *eos;         /* their texts, "" when there are none */
     char fingerprint[17];
     char *name;        /* served name */
     int max_model_len; /* 0: n_ctx_train; set once memory is planned */

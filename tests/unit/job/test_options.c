@@ -112,7 +112,9 @@ Test(options, flag_beats_environment_beats_file)
         "\"input\": \"in.jsonl\", \"max_line\": \"1MiB\"}";
     cr_assert_eq(write(fd, text, sizeof text - 1), (ssize_t)(sizeof text - 1));
     close(fd);
-    char words[128], *env[] = {"BATCHGEN_TOP_K=2", "BATCHGEN_SEED=6", "BATCHGEN_STOP=c", NULL};
+    char words[128], top_k[] = "BATCHGEN_TOP_K=2", seed[] = "BATCHGEN_SEED=6",
+                     stop[] = "BATCHGEN_STOP=c";
+    char *env[] = {top_k, seed, stop, NULL};
     snprintf(words, sizeof words, "--job %s --top-k 3", path);
     bg_job j;
     bg_error e = {0};

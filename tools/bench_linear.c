@@ -45,7 +45,10 @@ static bg_linear *make(int64_t k, int n, const uint32_t *types, const int64_t *r
         const size_t bytes = (size_t)rows[i] * bg_qtype_row_bytes(types[i], k);
         uint64_t *data = malloc(bytes + 8);
         for (size_t j = 0; j < bytes / 8 + 1; j++)
-            data[j] = random_word() & 0x3f3f3f3f3f3f3f3f; /* no NaN among the scales */
+            data[j] =
+                (random_word() & 0x3f3f3f3f3f3f3f3f) |
+                (types[i] == BG_MXFP4 ? 0x4040404040404040
+                                      : 0); /* no NaN, no subnormal exponents among the scales */
         spec.parts[i] = (bg_linear_part){.type = types[i],
                                          .data = data,
                                          .k_total = k,
@@ -110,7 +113,7 @@ static void kernels(const char *only, int64_t k, int64_t n)
 {
     static const uint32_t types[] = {BG_Q4_0,   BG_Q4_1,  BG_Q5_0, BG_Q5_1, BG_Q8_0,
                                      BG_IQ4_NL, BG_MXFP4, BG_Q4_K, BG_Q5_K, BG_Q6_K,
-                                     BG_IQ4_XS, BG_F16,   BG_Q3_K};
+                                     BG_IQ4_XS, BG_F16,   BG_Q3_K, BG_Q2_K, BG_IQ3_S};
     static const int ms[] = {1, 2, 4, 8, 16, 32, 128, 512};
     for (int mode = BG_COMPUTE_NATIVE; mode <= BG_COMPUTE_F32; mode++) {
         printf("%s GMAC/s\n%-8s", mode == BG_COMPUTE_F32 ? "float32" : "native", "M");

@@ -35,6 +35,7 @@ struct bg_linear {
     const lin_isa *isa;
     uint64_t bytes;
     bool integer;            /* some part is */
+    bool ds_halves;          /* some part needs them */
     bool starts[LIN_STARTS]; /* which kinds the parts need */
 };
 
@@ -177,6 +178,7 @@ bg_status bg_cpu_linear_new(bg_linear **linear, const bg_linear_spec *spec, bg_c
         p->format = lin_format_of(p->type);
         p->integer = compute == BG_COMPUTE_NATIVE && l->isa->tile[p->format];
         if (p->integer) l->integer = l->starts[lin_formats[p->format].start] = true;
+        if (p->integer && p->format == LIN_Q2_K) l->ds_halves = true;
         p->row_bytes = bg_qtype_row_bytes(p->type, l->n_cols);
         if (p->format != LIN_RAW) {
             p->group_bytes = lin_group_bytes(p->format, l->n_cols);
@@ -242,6 +244,11 @@ static size_t pad(size_t n)
     return (n + ALIGN - 1) / ALIGN * ALIGN;
 }
 
+static bool is_halves(int start)
+{
+    return start == LIN_START_32_HALVES || start == LIN_START_4_HALVES;
+}
+
 /* Lays the activations of n_rows rows out in memory at base; returns the bytes they take. */
 static size_t lay_out(const bg_linear *l, lin_acts *a, uint8_t *base, int64_t n_rows)
 {
@@ -255,10 +262,14 @@ static size_t lay_out(const bg_linear *l, lin_acts *a, uint8_t *base, int64_t n_
     at += pad(n * sizeof(float));
     a->ds = (float *)(base + at);
     at += pad(n * sizeof(float));
+    if (l->ds_halves) {
+        a->ds_halves = (float *)(base + at);
+        at += pad(2 * n * sizeof(float));
+    }
     for (int s = LIN_START_NONE + 1; s < LIN_STARTS; s++) {
         if (!l->starts[s]) continue;
         a->start[s] = (int32_t *)(base + at);
-        at += pad(n * sizeof(int32_t) * (s == LIN_START_32_HALVES ? 2 : 1));
+        at += pad(n * sizeof(int32_t) * (is_halves(s) ? 2 : 1));
     }
     return at;
 }
@@ -267,9 +278,10 @@ static size_t lay_out(const bg_linear *l, lin_acts *a, uint8_t *base, int64_t n_
 static lin_acts tile_acts(const bg_linear *l, const lin_acts *all, int64_t t)
 {
     const int64_t at = t * (l->n_cols / LIN_BLOCK);
-    lin_acts a = {all->q + at * LIN_BLOCK, all->d + at, all->ds + at, {NULL}};
+    lin_acts a = {.q = all->q + at * LIN_BLOCK, .d = all->d + at, .ds = all->ds + at};
+    if (all->ds_halves) a.ds_halves = all->ds_halves + 2 * at;
     for (int s = 0; s < LIN_STARTS; s++)
-        if (all->start[s]) a.start[s] = all->start[s] + at * (s == LIN_START_32_HALVES ? 2 : 1);
+        if (all->start[s]) a.start[s] = all->start[s] + at * (is_halves(s) ? 2 : 1);
     return a;
 }
 
@@ -401,6 +413,7 @@ static void run_integer(const struct run_job *job, const struct part *p, int64_t
         a.q = acts.q;
         a.d = acts.d;
         a.ds = acts.ds;
+        a.ds_halves = acts.ds_halves;
         a.start = acts.start[start];
         a.out = job->out + t * job->out_stride + p->col0 + g * LIN_ROWS;
         l->isa->tile[p->format](&a, w);

@@ -125,6 +125,9 @@ LIN_INLINE __m256i step_quants(lin_format format, const uint8_t *w, int s)
 {
     const __m256i low = _mm256_set1_epi8(15);
     if (format == LIN_Q8_0) return _mm256_xor_si256(load(w + 64 * s), _mm256_set1_epi8(-128));
+    if (format == LIN_Q2_K)
+        return _mm256_and_si256(_mm256_srli_epi32(load(w + 64 * (s >> 2)), 2 * (s & 3)),
+                                _mm256_set1_epi8(3));
     __m256i v = load(w + 64 * (s & 3));
     if (s & 4) v = _mm256_srli_epi32(v, 4);
     v = _mm256_and_si256(v, low);
@@ -233,7 +236,9 @@ LIN_INLINE __m256i rows_i8(const int8_t *s)
 LIN_INLINE void part_super(lin_format format, const lin_tile *a, int w, int half, int t0, int W)
 {
     const lin_format_info *f = &lin_formats[format];
-    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K;
+    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K || format == LIN_Q2_K;
+    const int n_minima = format == LIN_Q2_K ? 16 : 8;
+    const float *ds = (format == LIN_Q2_K ? a->ds_halves : a->ds) + t0;
     __m256 acc[4];
     for (int t = 0; t < W; t++)
         acc[t] = _mm256_setzero_ps();
@@ -244,12 +249,12 @@ LIN_INLINE void part_super(lin_format format, const lin_tile *a, int w, int half
             __m256 n[4];
             for (int t = 0; t < W; t++)
                 n[t] = _mm256_setzero_ps();
-            for (int b = 0; b < 8; b++) {
+            for (int b = 0; b < n_minima; b++) {
                 const __m256 m = _mm256_cvtepi32_ps(rows_i8(s.mn[b] + 8 * half));
 #pragma GCC unroll 4
                 for (int t = 0; t < W; t++)
-                    n[t] = _mm256_fmadd_ps(m, _mm256_broadcast_ss(a->ds + (b0 + b) * w + t0 + t),
-                                           n[t]);
+                    n[t] = _mm256_fmadd_ps(
+                        m, _mm256_broadcast_ss(ds + (b0 / 8 * n_minima + b) * w + t), n[t]);
             }
             for (int t = 0; t < W; t++)
                 acc[t] = _mm256_fnmadd_ps(n[t], _mm256_loadu_ps(s.dmin + 8 * half), acc[t]);
@@ -262,16 +267,16 @@ LIN_INLINE void part_super(lin_format format, const lin_tile *a, int w, int half
             const uint8_t *wq = a->quants + (b0 + b) * f->quant_bytes + 32 * half;
             const int8_t *q = a->q + at * LIN_BLOCK;
             __m256i i[4], v[4];
-            if (format == LIN_Q6_K) {
-                const int32_t *start = a->start + (b0 + b) * 2 * w + t0;
+            if (lin_halved(format)) {
+                const int32_t *start = minima ? NULL : a->start + (b0 + b) * 2 * w + t0;
                 for (int t = 0; t < W; t++)
-                    i[t] = _mm256_set1_epi32(start[t]);
+                    i[t] = minima ? _mm256_setzero_si256() : _mm256_set1_epi32(start[t]);
                 dot_steps(format, i, wq, q, 0, 4, W);
                 const __m256i sc0 = rows_i8(s.sc[2 * b] + 8 * half);
                 const __m256i sc1 = rows_i8(s.sc[2 * b + 1] + 8 * half);
                 for (int t = 0; t < W; t++) {
                     v[t] = _mm256_mullo_epi32(i[t], sc0);
-                    i[t] = _mm256_set1_epi32(start[w + t]);
+                    i[t] = minima ? _mm256_setzero_si256() : _mm256_set1_epi32(start[w + t]);
                 }
                 dot_steps(format, i, wq, q, 4, 8, W);
                 for (int t = 0; t < W; t++)
@@ -321,13 +326,16 @@ TILE(tile_q4_k, part_super, LIN_Q4_K)
 TILE(tile_q5_k, part_super, LIN_Q5_K)
 TILE(tile_q6_k, part_super, LIN_Q6_K)
 TILE(tile_iq4_xs, part_super, LIN_IQ4_XS)
+TILE(tile_q3_k, part_super, LIN_Q3_K)
+TILE(tile_q2_k, part_super, LIN_Q2_K)
 
 #define INTEGER_TILES                                                               \
     {                                                                               \
         [LIN_Q4_0] = tile_q4_0, [LIN_Q4_1] = tile_q4_1, [LIN_Q5_0] = tile_q5_0,     \
         [LIN_Q5_1] = tile_q5_1, [LIN_Q8_0] = tile_q8_0, [LIN_IQ4_NL] = tile_iq4_nl, \
         [LIN_MXFP4] = tile_mxfp4, [LIN_Q4_K] = tile_q4_k, [LIN_Q5_K] = tile_q5_k,   \
-        [LIN_Q6_K] = tile_q6_k, [LIN_IQ4_XS] = tile_iq4_xs                          \
+        [LIN_Q6_K] = tile_q6_k, [LIN_IQ4_XS] = tile_iq4_xs, [LIN_Q3_K] = tile_q3_k, \
+        [LIN_Q2_K] = tile_q2_k                                                      \
     }
 
 const lin_isa *lin_isa_avx2(void)

@@ -61,6 +61,10 @@ void lin_fma_avx512(float (*sum)[LIN_ROWS], const float (*panel)[LIN_ROWS], cons
 LIN_INLINE __m512i step_quants(lin_format format, const uint8_t *q, int s)
 {
     if (format == LIN_Q8_0) return _mm512_load_si512(q + 64 * s);
+    if (format == LIN_Q2_K)
+        return _mm512_and_si512(
+            _mm512_srli_epi32(_mm512_load_si512(q + 64 * (s >> 2)), (unsigned)(2 * (s & 3))),
+            _mm512_set1_epi8(3));
     __m512i v = _mm512_load_si512(q + 64 * (s & 3));
     if (s & 4) v = _mm512_srli_epi32(v, 4);
     v = _mm512_and_si512(v, _mm512_set1_epi8(15));
@@ -88,15 +92,19 @@ LIN_INLINE __m512i step_quants(lin_format format, const uint8_t *q, int s)
 LIN_INLINE void unpack_steps(float (*panel)[LIN_ROWS], lin_format format, const uint8_t *q, int s0,
                              int s1, __m512 d, __m512 m)
 {
-    static const int offsets[LIN_STARTS] = {
-        [LIN_START_8] = 8, [LIN_START_16] = 16, [LIN_START_128] = 128, [LIN_START_32_HALVES] = 32};
-    const lin_start start =
-        format == LIN_Q4_0   ? LIN_START_8
-        : format == LIN_Q5_0 ? LIN_START_16
-        : format == LIN_Q6_K ? LIN_START_32_HALVES
-        : format == LIN_Q4_1 || format == LIN_Q5_1 || format == LIN_Q4_K || format == LIN_Q5_K
-            ? LIN_START_NONE
-            : LIN_START_128;
+    static const int offsets[LIN_STARTS] = {[LIN_START_8] = 8,
+                                            [LIN_START_16] = 16,
+                                            [LIN_START_128] = 128,
+                                            [LIN_START_32_HALVES] = 32,
+                                            [LIN_START_4_HALVES] = 4};
+    const bool minima = format == LIN_Q4_1 || format == LIN_Q5_1 || format == LIN_Q4_K ||
+                        format == LIN_Q5_K || format == LIN_Q2_K;
+    const lin_start start = minima               ? LIN_START_NONE
+                            : format == LIN_Q4_0 ? LIN_START_8
+                            : format == LIN_Q5_0 ? LIN_START_16
+                            : format == LIN_Q6_K ? LIN_START_32_HALVES
+                            : format == LIN_Q3_K ? LIN_START_4_HALVES
+                                                 : LIN_START_128;
     const __m512i offset = _mm512_set1_epi32(offsets[start]);
 #pragma GCC unroll 8
     for (int s = s0; s < s1; s++) {
@@ -107,7 +115,7 @@ LIN_INLINE void unpack_steps(float (*panel)[LIN_ROWS], lin_format format, const 
             if (c < 3) x = _mm512_and_si512(x, _mm512_set1_epi32(255));
             const __m512 f = _mm512_cvtepi32_ps(_mm512_sub_epi32(x, offset));
             const __m512 y = _mm512_mul_ps(f, d);
-            _mm512_store_ps(panel[4 * s + c], start == LIN_START_NONE ? _mm512_add_ps(y, m) : y);
+            _mm512_store_ps(panel[4 * s + c], minima ? _mm512_add_ps(y, m) : y);
         }
     }
 }
@@ -125,11 +133,14 @@ LIN_INLINE void unpack_blocks(float (*panel)[LIN_ROWS], lin_format format, const
     if (f->scale_cols == LIN_SUPER) lin_super_scales(&s, format, scales);
     for (int b = 0; b < n / LIN_BLOCK; b++, quants += f->quant_bytes, panel += LIN_BLOCK) {
         __m512 d, m = _mm512_setzero_ps();
-        if (format == LIN_Q6_K) {
-            d = _mm512_loadu_ps(s.d);
-            unpack_steps(panel, format, quants, 0, 4, _mm512_mul_ps(d, rows_i8(s.sc[2 * b])), m);
-            unpack_steps(panel, format, quants, 4, 8, _mm512_mul_ps(d, rows_i8(s.sc[2 * b + 1])),
-                         m);
+        if (lin_halved(format)) {
+            for (int h = 0; h < 2; h++) {
+                d = _mm512_mul_ps(_mm512_loadu_ps(s.d), rows_i8(s.sc[2 * b + h]));
+                if (format == LIN_Q2_K)
+                    m = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(_mm512_loadu_ps(s.dmin),
+                                                                         rows_i8(s.mn[2 * b + h])));
+                unpack_steps(panel, format, quants, 4 * h, 4 * h + 4, d, m);
+            }
             continue;
         }
         if (f->scale_cols == LIN_SUPER) {
@@ -165,6 +176,8 @@ void lin_unpack_avx512(float (*panel)[LIN_ROWS], lin_format format, const uint8_
         CASE(LIN_Q5_K);
         CASE(LIN_Q6_K);
         CASE(LIN_IQ4_XS);
+        CASE(LIN_Q3_K);
+        CASE(LIN_Q2_K);
 #undef CASE
     default:
         lin_unpack_float(panel, format, quants, n);

@@ -1,33 +1,38 @@
 /* backend/cpu/linear_kernels.h - what linear.c and the kernels of each instruction set share.
  *
  * Weights are handled in groups of LIN_ROWS rows, columns in blocks of LIN_BLOCK. A part whose
- * format has a tile layout is stored group after group:
+ * format has a tile layout is stored group after group, each padded to 64 bytes:
  *
- *     quants [n_blocks] [quant_bytes], then scales [n_cols / scale_cols] [scale_bytes], padded to
- * 64
+ *     quants [n_blocks][quant_bytes], then scales [n_cols / scale_cols][scale_bytes]
  *
- * A "step" is 64 bytes: 4 consecutive columns of 16 rows, byte 4r + c = row r, column c; a block
- * has 8. byte formats    step s = columns 4s..4s+3 nibble formats  4 x 64 bytes: low nibbles of
- * number j are step j, high ones step 4 + j; then 5 bits        64 bytes, bit s of a byte is the
- * fifth bit of step s 6 bits        2 x 64 bytes, bits 2i, 2i+1 of number p are the upper bits of
- * step 4p + i Scales are [16 rows] arrays: see enum lin_format. Rows past the last of a part are
- * all zero bits. Plain float formats are [column][16 rows] of their own type, without scales.
+ * A block's 32 columns are 8 steps of 4: step s is columns 4s..4s+3 of 16 rows in 64 bytes, byte
+ * 4r + c for row r and column c. A block is, by format,
+ *
+ * - bytes: step 0, step 1, ...
+ * - nibbles: 4 x 64 bytes, in number j step j in the low nibbles, step 4 + j in the high ones
+ * - nibbles with fifth bits: then 64 bytes, bit s of a byte for step s
+ * - nibbles with pairs (6 bits): then 2 x 64 bytes, in number p bits 2i, 2i+1 for step 4p + i
+ * - pairs (2 bits): only these 2 x 64 bytes
+ *
+ * Scales are arrays of 16 rows, see enum lin_format. Rows past the last of a part are all 0 bits.
+ * Plain float formats are [column][16 rows] of their own type, without scales.
  *
  * Activations are quantised in tiles of w = 1..LIN_MAX_TILE tokens, each block with its scale:
  *
  *     q [n_blocks][w][32] int8,  d, ds [n_blocks][w] float,  start [n_blocks][w] int32
  *     d = max|x| / 127, q = round to nearest even(x * (127 / max|x|)), ds = d * sum q
+ *     ds_halves [n_blocks][2][w] float: d * sum q over the first and the last 16 columns
  *
  * Every kernel of every instruction set gives the same bits: integer sums are exact, and float sums
- * are chains of fused multiply-adds in an order set by the columns alone (LIN_CHAIN in each
- * kernel):
+ * are chains of fused multiply-adds in an order set by the columns alone:
  *
  *   32-column scales   acc = fma(float(isum), dw * d, acc), and with minima acc = fma(mw, ds, acc)
- *   256-column scales  n = sum over blocks fma(float(mn), ds, n)       acc = fma(n, -dmin, acc)
- *                      e = sum over blocks fma(float(isum*sc), d, e)   acc = fma(e, dw, acc)
+ *   256-column scales  n = chain over blocks fma(float(mn), ds, n)      acc = fma(n, -dmin, acc)
+ *                      e = chain over blocks fma(float(isum*sc), d, e)  acc = fma(e, dw, acc)
  *
- * with isum over the block of (signed weight quant) * q; 16-column scales: isum*sc is summed over
- * the two halves in integers. All of these integers are below 2^24, so their floats are exact. */
+ * with isum over the block of (signed weight quant) * q. Halved formats have an sc (and mn) for 16
+ * columns: isum*sc is summed over the halves in integers, n has a term for each. All these integers
+ * are below 2^24, so their floats are exact. */
 #ifndef BG_BACKEND_CPU_LINEAR_KERNELS_H
 #define BG_BACKEND_CPU_LINEAR_KERNELS_H
 
@@ -62,6 +67,8 @@ typedef enum lin_format {
     LIN_Q5_K,   /* the same */
     LIN_Q6_K,   /* sc i8[16][16], d */
     LIN_IQ4_XS, /* sc i8[8][16] with 32 taken off, d */
+    LIN_Q3_K,   /* as Q6_K; quants as nibbles, 3 bits each */
+    LIN_Q2_K,   /* u8[16][16], low nibble sc, high mn; d, dmin */
     LIN_FORMATS,
 } lin_format;
 
@@ -73,6 +80,7 @@ typedef enum lin_start {
     LIN_START_16,
     LIN_START_128,
     LIN_START_32_HALVES,
+    LIN_START_4_HALVES,
     LIN_STARTS
 } lin_start;
 
@@ -91,7 +99,7 @@ extern const lin_format_info lin_formats[LIN_FORMATS];
 typedef struct lin_tile {
     const uint8_t *quants, *scales; /* 64-byte aligned */
     const int8_t *q;
-    const float *d, *ds;
+    const float *d, *ds, *ds_halves;
     const int32_t *start; /* of the format's kind; NULL for LIN_START_NONE */
     int64_t n_blocks;
     float *out; /* out[t * out_stride + r], r < n_rows, = sum + bias[r]; of any alignment */
@@ -116,7 +124,8 @@ typedef void lin_unpack_fn(float (*panel)[LIN_ROWS], lin_format format, const ui
 typedef struct lin_acts {
     int8_t *q;
     float *d, *ds;
-    int32_t *start[LIN_STARTS]; /* NULL: not wanted */
+    float *ds_halves;           /* NULL: not wanted */
+    int32_t *start[LIN_STARTS]; /* the same */
 } lin_acts;
 
 /* Blocks [b0, b1) of a tile of w tokens; x points at column 0 of the first of them. */

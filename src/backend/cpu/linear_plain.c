@@ -72,7 +72,7 @@ LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int w)
 LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int w)
 {
     const lin_format_info *f = &lin_formats[format];
-    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K;
+    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K || format == LIN_Q2_K;
     float acc[LIN_MAX_TILE][LIN_ROWS] = {0};
     for (int64_t b0 = 0; b0 < a->n_blocks; b0 += 8) {
         lin_super s;
@@ -85,7 +85,7 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int w)
                 const int64_t at = (b0 + b) * w + t;
                 const int8_t *q = a->q + at * LIN_BLOCK;
                 int32_t isum[LIN_ROWS], upper[LIN_ROWS];
-                if (format == LIN_Q6_K) {
+                if (lin_halved(format)) {
                     dot(isum, v, q, 16);
                     dot(upper, v + 16, q + 16, 16);
                     for (int r = 0; r < LIN_ROWS; r++)
@@ -97,7 +97,13 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int w)
                 }
                 for (int r = 0; r < LIN_ROWS; r++) {
                     e[t][r] = fmaf((float)isum[r], a->d[at], e[t][r]);
-                    if (minima) n[t][r] = fmaf((float)s.mn[b][r], a->ds[at], n[t][r]);
+                    if (format == LIN_Q2_K) {
+                        const float *h = a->ds_halves + (b0 + b) * 2 * w + t;
+                        n[t][r] = fmaf((float)s.mn[2 * b][r], h[0], n[t][r]);
+                        n[t][r] = fmaf((float)s.mn[2 * b + 1][r], h[w], n[t][r]);
+                    } else if (minima) {
+                        n[t][r] = fmaf((float)s.mn[b][r], a->ds[at], n[t][r]);
+                    }
                 }
             }
         }
@@ -128,6 +134,8 @@ TILE(tile_q4_k, tile_super, LIN_Q4_K)
 TILE(tile_q5_k, tile_super, LIN_Q5_K)
 TILE(tile_q6_k, tile_super, LIN_Q6_K)
 TILE(tile_iq4_xs, tile_super, LIN_IQ4_XS)
+TILE(tile_q3_k, tile_super, LIN_Q3_K)
+TILE(tile_q2_k, tile_super, LIN_Q2_K)
 
 const lin_isa *lin_isa_plain(void)
 {
@@ -145,7 +153,9 @@ const lin_isa *lin_isa_plain(void)
                  [LIN_Q4_K] = tile_q4_k,
                  [LIN_Q5_K] = tile_q5_k,
                  [LIN_Q6_K] = tile_q6_k,
-                 [LIN_IQ4_XS] = tile_iq4_xs},
+                 [LIN_IQ4_XS] = tile_iq4_xs,
+                 [LIN_Q3_K] = tile_q3_k,
+                 [LIN_Q2_K] = tile_q2_k},
     };
     return &isa;
 }

@@ -20,6 +20,8 @@ const lin_format_info lin_formats[LIN_FORMATS] = {
     [LIN_Q5_K] = {BG_Q5_K, true, 320, LIN_SUPER, 256, LIN_START_NONE},
     [LIN_Q6_K] = {BG_Q6_K, true, 384, LIN_SUPER, 288, LIN_START_32_HALVES},
     [LIN_IQ4_XS] = {BG_IQ4_XS, true, 256, LIN_SUPER, 160, LIN_START_128},
+    [LIN_Q3_K] = {BG_Q3_K, true, 256, LIN_SUPER, 288, LIN_START_4_HALVES},
+    [LIN_Q2_K] = {BG_Q2_K, true, 128, LIN_SUPER, 320, LIN_START_NONE},
 };
 
 lin_format lin_format_of(uint32_t type)
@@ -95,6 +97,15 @@ static void block_quants(uint8_t *q, lin_format format, const uint8_t *src, int 
             q[i] = (uint8_t)((src[48 + 32 * (j / 2) + i] >> 4 * (j & 1) & 15) |
                              (src[16 + i] >> j & 1) << 4);
         break;
+    case LIN_Q2_K:
+        for (int i = 0; i < 32; i++)
+            q[i] = src[16 + 32 * (j / 4) + i] >> 2 * (j % 4) & 3;
+        break;
+    case LIN_Q3_K:
+        for (int i = 0; i < 32; i++)
+            q[i] =
+                (uint8_t)((src[32 + 32 * (j / 4) + i] >> 2 * (j % 4) & 3) | (src[i] >> j & 1) << 2);
+        break;
     case LIN_Q6_K: {
         const uint8_t *low = src + 64 * (j / 4) + 32 * (j & 1), *high = src + 128 + 32 * (j / 4);
         for (int i = 0; i < 32; i++)
@@ -107,11 +118,27 @@ static void block_quants(uint8_t *q, lin_format format, const uint8_t *src, int 
     }
 }
 
+/* Bits [at, at + 2) of each quant to two planes. */
+static void put_pairs(uint8_t *dst, int r, const uint8_t *q, int at)
+{
+    for (int p = 0; p < 2; p++) {
+        uint8_t pairs[4] = {0};
+        for (int i = 0; i < 4; i++)
+            for (int c = 0; c < 4; c++)
+                pairs[c] |= (uint8_t)((q[16 * p + 4 * i + c] >> at & 3) << 2 * i);
+        memcpy(dst + 64 * p + 4 * r, pairs, 4);
+    }
+}
+
 static void put_quants(lin_format format, uint8_t *dst, int r, const uint8_t *q)
 {
     if (format == LIN_Q8_0) {
         for (int s = 0; s < 8; s++)
             memcpy(dst + 64 * s + 4 * r, q + 4 * s, 4);
+        return;
+    }
+    if (format == LIN_Q2_K) {
+        put_pairs(dst, r, q, 0);
         return;
     }
     uint8_t pair[16];
@@ -126,13 +153,7 @@ static void put_quants(lin_format format, uint8_t *dst, int r, const uint8_t *q)
                 up[c] |= (uint8_t)((q[4 * s + c] >> 4) << s);
         memcpy(dst + 256 + 4 * r, up, 4);
     } else if (format == LIN_Q6_K) {
-        for (int p = 0; p < 2; p++) {
-            uint8_t up[4] = {0};
-            for (int i = 0; i < 4; i++)
-                for (int c = 0; c < 4; c++)
-                    up[c] |= (uint8_t)((q[16 * p + 4 * i + c] >> 4) << 2 * i);
-            memcpy(dst + 256 + 64 * p + 4 * r, up, 4);
-        }
+        put_pairs(dst + 256, r, q, 4);
     }
 }
 
@@ -163,6 +184,20 @@ static void put_scales(lin_format format, uint8_t *dst, int r, const uint8_t *sr
         for (int i = 0; i < 16; i++)
             dst[16 * i + r] = src[192 + i];
         put_half(dst + 256, r, src + 208);
+        break;
+    case LIN_Q2_K:
+        for (int i = 0; i < 16; i++)
+            dst[16 * i + r] = src[i];
+        put_half(dst + 256, r, src + 80);
+        put_half(dst + 288, r, src + 82);
+        break;
+    case LIN_Q3_K:
+        for (int i = 0; i < 16; i++) {
+            const int low = i < 8 ? src[96 + i] & 15 : src[88 + i] >> 4;
+            const int high = (src[104 + i % 4] >> 2 * (i / 4) & 3) << 4;
+            dst[16 * i + r] = (uint8_t)((low | high) - 32);
+        }
+        put_half(dst + 256, r, src + 108);
         break;
     case LIN_IQ4_XS:
         for (int i = 0; i < 8; i++) {

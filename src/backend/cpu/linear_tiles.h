@@ -53,16 +53,33 @@ LIN_INLINE void lin_block_scales(float *d, float *m, lin_format format, const ui
     if (format == LIN_Q4_1 || format == LIN_Q5_1) lin_halves(m, s + 32);
 }
 
+/* Whether the format has scales of 16 columns. */
+LIN_INLINE bool lin_halved(lin_format format)
+{
+    return format == LIN_Q6_K || format == LIN_Q3_K || format == LIN_Q2_K;
+}
+
 /* Scales of 256 columns: d, dmin, and for each 16 or 32 columns sc and mn. */
 typedef struct lin_super {
     float d[LIN_ROWS], dmin[LIN_ROWS];
-    int8_t sc[16][LIN_ROWS], mn[8][LIN_ROWS];
+    int8_t sc[16][LIN_ROWS], mn[16][LIN_ROWS];
 } lin_super;
 
 LIN_INLINE void lin_super_scales(lin_super *o, lin_format format, const uint8_t *s)
 {
-    if (format == LIN_Q6_K || format == LIN_IQ4_XS) {
-        const int n = format == LIN_Q6_K ? 16 : 8;
+    if (format == LIN_Q2_K) {
+        for (int i = 0; i < 16; i++) {
+            for (int r = 0; r < LIN_ROWS; r++) {
+                o->sc[i][r] = (int8_t)(s[16 * i + r] & 15);
+                o->mn[i][r] = (int8_t)(s[16 * i + r] >> 4);
+            }
+        }
+        lin_halves(o->d, s + 256);
+        lin_halves(o->dmin, s + 288);
+        return;
+    }
+    if (lin_halved(format) || format == LIN_IQ4_XS) {
+        const int n = lin_halved(format) ? 16 : 8;
         memcpy(o->sc, s, (size_t)n * LIN_ROWS);
         lin_halves(o->d, s + n * LIN_ROWS);
         return;
@@ -91,6 +108,11 @@ LIN_INLINE void lin_decode(int16_t (*w)[LIN_ROWS], lin_format format, const uint
                     o[r] = (int16_t)(q[64 * s + 4 * r + c] - 128);
                 continue;
             }
+            if (format == LIN_Q2_K) {
+                for (int r = 0; r < LIN_ROWS; r++)
+                    o[r] = q[64 * (s >> 2) + 4 * r + c] >> 2 * (s & 3) & 3;
+                continue;
+            }
             const uint8_t *nib = q + 64 * (s & 3) + c, *up = q + 256 + c;
             for (int r = 0; r < LIN_ROWS; r++) {
                 const int v = nib[4 * r] >> (s & 4) & 15;
@@ -105,6 +127,9 @@ LIN_INLINE void lin_decode(int16_t (*w)[LIN_ROWS], lin_format format, const uint
                     break;
                 case LIN_MXFP4:
                     y = lin_fp4[v];
+                    break;
+                case LIN_Q3_K:
+                    y = v - 4;
                     break;
                 case LIN_Q5_0:
                     y = (v | (up[4 * r] >> s & 1) << 4) - 16;
@@ -144,10 +169,12 @@ LIN_INLINE void lin_unpack_format(float (*panel)[LIN_ROWS], lin_format format,
     if (f->scale_cols == LIN_SUPER) lin_super_scales(&s, format, scales);
     for (int b = 0; b < n / LIN_BLOCK; b++, quants += f->quant_bytes, panel += LIN_BLOCK) {
         lin_decode(w, format, quants);
-        if (format == LIN_Q6_K) {
+        if (lin_halved(format)) {
             for (int h = 0; h < 2; h++) {
-                for (int r = 0; r < LIN_ROWS; r++)
+                for (int r = 0; r < LIN_ROWS; r++) {
                     d[r] = s.d[r] * (float)s.sc[2 * b + h][r];
+                    if (format == LIN_Q2_K) m[r] = -(s.dmin[r] * (float)s.mn[2 * b + h][r]);
+                }
                 lin_unpack_block(panel + 16 * h, w + 16 * h, d, m, 16);
             }
             continue;
@@ -205,6 +232,8 @@ LIN_INLINE void lin_unpack_any(float (*panel)[LIN_ROWS], lin_format format, cons
         CASE(LIN_Q5_K);
         CASE(LIN_Q6_K);
         CASE(LIN_IQ4_XS);
+        CASE(LIN_Q3_K);
+        CASE(LIN_Q2_K);
 #undef CASE
     default:
         lin_unpack_float(panel, format, quants, n);
@@ -235,6 +264,14 @@ LIN_INLINE void lin_put_scales(const lin_acts *a, int64_t b, int w, int t, float
     if (a->start[LIN_START_8]) a->start[LIN_START_8][at] = -8 * (s0 + s1);
     if (a->start[LIN_START_16]) a->start[LIN_START_16][at] = -16 * (s0 + s1);
     if (a->start[LIN_START_128]) a->start[LIN_START_128][at] = -128 * (s0 + s1);
+    if (a->ds_halves) {
+        a->ds_halves[b * 2 * w + t] = d * (float)s0;
+        a->ds_halves[(b * 2 + 1) * w + t] = d * (float)s1;
+    }
+    if (a->start[LIN_START_4_HALVES]) {
+        a->start[LIN_START_4_HALVES][b * 2 * w + t] = -4 * s0;
+        a->start[LIN_START_4_HALVES][(b * 2 + 1) * w + t] = -4 * s1;
+    }
     if (a->start[LIN_START_32_HALVES]) {
         a->start[LIN_START_32_HALVES][b * 2 * w + t] = -32 * s0;
         a->start[LIN_START_32_HALVES][(b * 2 + 1) * w + t] = -32 * s1;

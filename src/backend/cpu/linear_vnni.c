@@ -85,16 +85,21 @@ LIN_INLINE void dot_block(lin_format format, __m512i *i, const uint8_t *w, const
     }
 }
 
-/* i[t] += w . q[t] over the columns [16 half, 16 half + 16) of a 6-bit block. */
-LIN_INLINE void dot_half(__m512i *i, const uint8_t *w, const int8_t *q, int half, int W)
+/* i[t] += w . q[t] over the columns [16 half, 16 half + 16) of a block of a halved format. */
+LIN_INLINE void dot_half(lin_format format, __m512i *i, const uint8_t *w, const int8_t *q, int half,
+                         int W)
 {
-    const __m512i low = _mm512_set1_epi8(15);
-    const __m512i plane = load(w + 256 + 64 * half);
+    const __m512i low = _mm512_set1_epi8(format == LIN_Q2_K ? 3 : 15);
+    const __m512i plane = format == LIN_Q3_K   ? low
+                          : format == LIN_Q2_K ? load(w + 64 * half)
+                                               : load(w + 256 + 64 * half);
 #pragma GCC unroll 4
     for (int s = 0; s < 4; s++) {
-        __m512i a = load(w + 64 * s);
-        if (half) a = _mm512_srli_epi32(a, 4);
-        a = upper_bits(plane, 2 * s, _mm512_and_si512(a, low), 2);
+        __m512i a =
+            format == LIN_Q2_K ? _mm512_srli_epi32(plane, (unsigned)(2 * s)) : load(w + 64 * s);
+        if (half && format != LIN_Q2_K) a = _mm512_srli_epi32(a, 4);
+        a = _mm512_and_si512(a, low);
+        if (format == LIN_Q6_K) a = upper_bits(plane, 2 * s, a, 2);
         DOT(s + 4 * half, a);
     }
 }
@@ -170,7 +175,7 @@ LIN_INLINE void tile_blocks(lin_format format, const lin_tile *a, int W)
         q += W * LIN_BLOCK;
         d += W;
         ds += W;
-        start += W;
+        if (!minima) start += W;
     }
     put(a, acc, W);
 }
@@ -190,6 +195,16 @@ LIN_INLINE void unpack_six(uint8_t *sc, uint8_t *mn, const uint8_t *s)
                                                  _mm512_srli_epi32(y, 2), up, 0xf8));
 }
 
+/* The same of Q2_K, 4 bits each: [16][16]. */
+LIN_INLINE void unpack_nibbles(uint8_t *sc, uint8_t *mn, const uint8_t *s)
+{
+    const __m512i low4 = _mm512_set1_epi8(15);
+    for (int i = 0; i < 256; i += 64) {
+        _mm512_store_si512(sc + i, _mm512_and_si512(load(s + i), low4));
+        _mm512_store_si512(mn + i, _mm512_and_si512(_mm512_srli_epi32(load(s + i), 4), low4));
+    }
+}
+
 LIN_INLINE __m512i rows_i8(const uint8_t *s)
 {
     return _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)s));
@@ -197,28 +212,39 @@ LIN_INLINE __m512i rows_i8(const uint8_t *s)
 
 LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
 {
-    const int quant_bytes = format == LIN_Q6_K ? 384 : format == LIN_Q5_K ? 320 : 256;
-    const int scale_bytes = format == LIN_Q6_K ? 288 : format == LIN_IQ4_XS ? 160 : 256;
-    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K;
-    _Alignas(64) uint8_t sc_bytes[128], mn[128];
+    const int quant_bytes = format == LIN_Q6_K   ? 384
+                            : format == LIN_Q5_K ? 320
+                            : format == LIN_Q2_K ? 128
+                                                 : 256;
+    const int scale_bytes = format == LIN_Q6_K || format == LIN_Q3_K ? 288
+                            : format == LIN_Q2_K                     ? 320
+                            : format == LIN_IQ4_XS                   ? 160
+                                                                     : 256;
+    const int d_at = lin_halved(format) ? 256 : format == LIN_IQ4_XS ? 128 : 192;
+    const bool minima = format == LIN_Q4_K || format == LIN_Q5_K || format == LIN_Q2_K;
+    const int n_minima = format == LIN_Q2_K ? 16 : 8;
+    _Alignas(64) uint8_t sc_bytes[256], mn[256];
     _Alignas(64) float sum[8][LIN_ROWS]; /* 8 more registers would not fit into the inner loops */
     const uint8_t *w = a->quants, *s = a->scales;
     const int8_t *q = a->q;
-    const float *d = a->d, *ds = a->ds;
+    const float *d = a->d, *ds = format == LIN_Q2_K ? a->ds_halves : a->ds;
     const int32_t *start = a->start;
     EACH_TOKEN(t) _mm512_store_ps(sum[t], _mm512_setzero_ps());
     for (int64_t b = a->n_blocks; b > 0; b -= 8) {
         const uint8_t *sc = s;
         if (minima) {
-            unpack_six(sc_bytes, mn, s);
+            if (format == LIN_Q2_K)
+                unpack_nibbles(sc_bytes, mn, s);
+            else
+                unpack_six(sc_bytes, mn, s);
             sc = sc_bytes;
             __m512 n[8];
             EACH_TOKEN(t) n[t] = _mm512_setzero_ps();
-            for (int j = 0; j < 8; j++, ds += W) {
+            for (int j = 0; j < n_minima; j++, ds += W) {
                 const __m512 m = _mm512_cvtepi32_ps(rows_i8(mn + 16 * j));
                 EACH_TOKEN(t) n[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(ds[t]), n[t]);
             }
-            const __m512 dmin = halves(s + 224);
+            const __m512 dmin = halves(s + d_at + 32);
             EACH_TOKEN(t)
             _mm512_store_ps(sum[t], _mm512_fnmadd_ps(n[t], dmin, _mm512_load_ps(sum[t])));
         }
@@ -228,22 +254,23 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
         for (int j = 0; j < 8; j++) {
             __m512i i[8], v[8];
             prefetch(w, quant_bytes);
-            if (format == LIN_Q6_K) {
-                EACH_TOKEN(t) i[t] = _mm512_set1_epi32(start[t]);
-                dot_half(i, w, q, 0, W);
+            if (lin_halved(format)) {
+                EACH_TOKEN(t) i[t] = minima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t]);
+                dot_half(format, i, w, q, 0, W);
                 const __m512i sc0 = rows_i8(sc), sc1 = rows_i8(sc + 16);
                 EACH_TOKEN(t) v[t] = _mm512_mullo_epi32(i[t], sc0);
-                EACH_TOKEN(t) i[t] = _mm512_set1_epi32(start[W + t]);
-                dot_half(i, w, q, 1, W);
+                EACH_TOKEN(t)
+                i[t] = minima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[W + t]);
+                dot_half(format, i, w, q, 1, W);
                 EACH_TOKEN(t) i[t] = _mm512_add_epi32(v[t], _mm512_mullo_epi32(i[t], sc1));
-                start += 2 * W;
+                if (!minima) start += 2 * W;
                 sc += 32;
             } else {
                 EACH_TOKEN(t) i[t] = minima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t]);
                 dot_block(format, i, w, q, W);
                 const __m512i sc0 = rows_i8(sc);
                 EACH_TOKEN(t) i[t] = _mm512_mullo_epi32(i[t], sc0);
-                start += W;
+                if (!minima) start += W;
                 sc += 16;
             }
             EACH_TOKEN(t)
@@ -252,9 +279,7 @@ LIN_INLINE void tile_super(lin_format format, const lin_tile *a, int W)
             q += W * LIN_BLOCK;
             d += W;
         }
-        const __m512 scale = halves(s + (format == LIN_Q6_K     ? 256
-                                         : format == LIN_IQ4_XS ? 128
-                                                                : 192));
+        const __m512 scale = halves(s + d_at);
         EACH_TOKEN(t)
         _mm512_store_ps(sum[t], _mm512_fmadd_ps(e[t], scale, _mm512_load_ps(sum[t])));
         s += scale_bytes;
@@ -305,6 +330,8 @@ TILE(tile_q4_k, tile_super, LIN_Q4_K)
 TILE(tile_q5_k, tile_super, LIN_Q5_K)
 TILE(tile_q6_k, tile_super, LIN_Q6_K)
 TILE(tile_iq4_xs, tile_super, LIN_IQ4_XS)
+TILE(tile_q3_k, tile_super, LIN_Q3_K)
+TILE(tile_q2_k, tile_super, LIN_Q2_K)
 
 const lin_isa *lin_isa_vnni(void)
 {
@@ -322,7 +349,9 @@ const lin_isa *lin_isa_vnni(void)
                  [LIN_Q4_K] = tile_q4_k,
                  [LIN_Q5_K] = tile_q5_k,
                  [LIN_Q6_K] = tile_q6_k,
-                 [LIN_IQ4_XS] = tile_iq4_xs},
+                 [LIN_IQ4_XS] = tile_iq4_xs,
+                 [LIN_Q3_K] = tile_q3_k,
+                 [LIN_Q2_K] = tile_q2_k},
     };
     return &isa;
 }

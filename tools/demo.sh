@@ -5,11 +5,11 @@ batchgen=$1
 model=$(tools/fetch_model.sh)
 out=${TMPDIR:-/tmp}/batchgen-demo.$(id -u).jsonl.lz4
 echo
-echo "\$ batchgen run jobs/demo.jsonl -o $out -m $model --overwrite --temperature 0 --max-tokens 120"
-"$batchgen" run jobs/demo.jsonl -o "$out" -m "$model" --overwrite --temperature 0 --max-tokens 120
+echo "\$ batchgen run jobs/demo.jsonl -o $out -m $model --overwrite --temperature 0 --max-tokens 120 --served-model-name smollm2"
+"$batchgen" run jobs/demo.jsonl -o "$out" -m "$model" --overwrite --temperature 0 --max-tokens 120 --served-model-name smollm2
 echo
-echo "\$ lz4 -dc $out | head -4    (shown as text)"
-lz4 -dc "$out" | head -4 | python3 -c '
+echo "\$ lz4 -dc $out | head -12    (shown as text)"
+lz4 -dc "$out" | head -12 | python3 -c '
 import json, sys
 for line in sys.stdin:
     r = json.loads(line)

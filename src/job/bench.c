@@ -164,8 +164,8 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                 .vocab = m->desc.vocab_size};
     r->blocks_per_seq = (len + p->block_tokens - 1) / p->block_tokens;
     size_t n_blocks = (size_t)r->blocks_per_seq * (size_t)max_batch;
-    r->blocks = calloc(n_blocks, sizeof *r->blocks);
-    r->tokens = calloc((size_t)len, sizeof *r->tokens);
+    r->blocks = calloc(n_blocks + 1, sizeof *r->blocks);
+    r->tokens = calloc((size_t)len + 1, sizeof *r->tokens);
     r->seqs = calloc((size_t)max_batch, sizeof *r->seqs);
     r->out = calloc((size_t)max_batch, sizeof *r->out);
     if (!r->blocks || !r->tokens || !r->seqs || !r->out)
@@ -223,7 +223,7 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
     rank r;
     bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
     b->has_ops = true;
-    for (int i = 0; !st && i < b->n_rows; i++)
+    for (int i = 0; !st && r.b && i < b->n_rows; i++)
         st = measure(b, &r, i, err);
     if (r.b) b->memory = r.b->ops->memory(r.b);
     rank_close(&r);
@@ -260,7 +260,7 @@ static bg_status submit_batch(bg_bench *b, bg_bench_row *row, bg_engine *e, sink
     s->batch = n;
     atomic_store(&s->first, 0);
     int64_t t0 = bg_now_ns();
-    for (int k = 0; !st && k < n; k++) {
+    for (int k = 0; !st && tokens && seen && k < n; k++) {
         for (int i = 0; i < b->prompt; i++)
             tokens[i] = some_token(k * b->prompt + i, vocab);
         const bg_seq_spec spec = {

@@ -342,6 +342,7 @@ static void print_summary(run *r)
     bg_engine_stats es;
     bg_engine_get_stats(r->engine, &es);
     double s = (double)(bg_now_ns() - r->run_ns) * 1e-9;
+    unsigned long long prompt_tokens = es.prompt_tokens + es.cached_tokens;
     char time[32];
     bg_format_duration(bg_now_ns() - r->start_ns, time, sizeof time);
     fprintf(r->messages, "%s: %lld of %lld records%s in this run, %lld failed, in %s\n",
@@ -351,9 +352,8 @@ static void print_summary(run *r)
         fprintf(
             r->messages,
             "      %llu prompt tokens (%llu cached), %llu output tokens: %.0f output tokens/s\n",
-            (unsigned long long)(es.prompt_tokens + es.cached_tokens),
-            (unsigned long long)es.cached_tokens, (unsigned long long)es.output_tokens,
-            (double)es.output_tokens / s);
+            prompt_tokens, (unsigned long long)es.cached_tokens,
+            (unsigned long long)es.output_tokens, (double)es.output_tokens / s);
     if (!o->finished) fprintf(r->messages, "      start the same command again to go on\n");
 }
 

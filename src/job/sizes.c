@@ -18,7 +18,7 @@ static uint64_t available_memory(void)
     unsigned long long kb = 0;
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "MemAvailable: %llu kB", &kb) == 1) break;
-    if (f) fclose(f);
+    if (f && fclose(f) != 0) return 0;
     return (uint64_t)kb * 1024;
 }
 
@@ -53,7 +53,7 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, bg_error *err)
 {
     int64_t per_block = (int64_t)p->kv_bytes_per_token * p->block_tokens;
     int64_t per_seq = (p->max_model_len + p->block_tokens - 1) / p->block_tokens;
-    int64_t wanted = per_seq * p->max_num_seqs, blocks = wanted;
+    int64_t wanted = per_seq * p->max_num_seqs, blocks;
     char have[32], need[32];
     if (per_block < 1) per_block = 1;
     if (job->kv_cache_memory) {
@@ -94,7 +94,7 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
         (int)(job->max_num_batched_tokens > job->max_num_seqs ? job->max_num_batched_tokens
                                                               : job->max_num_seqs);
     p->cache_type = cache_type(job);
-    bg_shard shards[64];
+    bg_shard shards[64] = {0};
     for (int r = 0; r < p->tp; r++) {
         bg_status st = bg_shard_plan(&shards[r], &m->desc, m->gguf, r, p->tp, err);
         if (st) return st;

@@ -100,7 +100,7 @@ static bg_status parse_long(bg_job *job, int command, const char *arg, int argc,
         negated = o != NULL;
     }
     bg_status st = usable(o, command, where, err);
-    if (st) return st;
+    if (st || !o) return st;
     const char *value = eq ? eq + 1 : NULL;
     if (o->type == BG_OPT_BOOL) {
         if (value && negated) return bg_fail(err, BG_ARG, "%s: takes no value", where);
@@ -118,7 +118,7 @@ static bg_status parse_short(bg_job *job, int command, const char *arg, int argc
         char where[] = {'-', *c, 0};
         const bg_option *o = bg_option_by_letter(*c);
         bg_status st = usable(o, command, where, err);
-        if (st) return st;
+        if (st || !o) return st;
         const char *value = NULL;
         if (o->type != BG_OPT_BOOL) {
             value = c[1] ? c + 1 : NULL;

@@ -166,8 +166,8 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
     size_t n_blocks = (size_t)r->blocks_per_seq * (size_t)max_batch;
     r->blocks = calloc(n_blocks + 1, sizeof *r->blocks);
     r->tokens = calloc((size_t)len + 1, sizeof *r->tokens);
-    r->seqs = calloc((size_t)max_batch, sizeof *r->seqs);
-    r->out = calloc((size_t)max_batch, sizeof *r->out);
+    r->seqs = calloc((size_t)max_batch + 1, sizeof *r->seqs);
+    r->out = calloc((size_t)max_batch + 1, sizeof *r->out);
     if (!r->blocks || !r->tokens || !r->seqs || !r->out)
         return bg_fail(err, BG_NOMEM, "out of memory");
     for (size_t i = 0; i < n_blocks; i++)

@@ -5,6 +5,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "base/buf.h"
 #include "base/clock.h"
 
 enum { BAR = 20, REDRAW_NS = 200000000 };
@@ -108,13 +109,14 @@ void bg_progress_show(bg_progress *p, const bg_progress_numbers *n, bool force)
     }
     struct winsize w;
     int width = ioctl(fileno(p->out), TIOCGWINSZ, &w) == 0 && w.ws_col ? w.ws_col : 80;
-    char bar[BAR * 3 + 1] = "";
-    for (int i = 0; i < BAR; i++) /* each is 3 bytes of UTF-8 */
-        memcpy(bar + (size_t)(3 * i), i < (int)(share * BAR + 0.5) ? "█" : "░", 3);
+    bg_buf bar = {0};
+    for (int i = 0; i < BAR; i++)
+        bg_buf_str(&bar, i < (int)(share * BAR + 0.5) ? "█" : "░");
     if (len > width - BAR - 3) line[width > BAR + 3 ? width - BAR - 3 : 0] = 0;
-    fprintf(p->out, "\r\033[K%s%s%s %s", p->color ? "\033[36m" : "", bar, p->color ? "\033[0m" : "",
-            line);
+    fprintf(p->out, "\r\033[K%s%s%s %s", p->color ? "\033[36m" : "", bar.data ? bar.data : "",
+            p->color ? "\033[0m" : "", line);
     fflush(p->out);
+    bg_buf_release(&bar);
     p->shown = true;
 }
 

@@ -439,7 +439,7 @@ UNUSED static bg_status run_model(run *r, bg_error *err)
         /* The others fail because one did: keep its message. */
         if (jobs[k].st && (!st || st == BG_DEVICE)) st = jobs[k].st, *err = jobs[k].err;
         for (int q = 0; q < r->n_seqs; q++) {
-            if (!r->generate &&
+            if (!r->generate && !r->on_row &&
                 memcmp(jobs[k].logits[q], jobs[0].logits[q],
                        (size_t)r->seqs[q].n * (size_t)r->desc.vocab_size * sizeof(float)) != 0)
                 r->ranks_agree = false;

@@ -71,6 +71,18 @@ static const json_t *best_of(const real *r, int q, int pos)
     return json_array_get(json_object_get(json_object_get(o, "exact"), "top"), (size_t)i);
 }
 
+/* How much less likely the golden file thinks a token than its best one: 0 for the best. */
+static double gap_of(const json_t *top, int64_t token)
+{
+    const double best = json_number_value(json_array_get(json_array_get(top, 0), 1));
+    for (size_t k = 0; k < json_array_size(top); k++) {
+        const json_t *e = json_array_get(top, k);
+        if (json_integer_value(json_array_get(e, 0)) == token)
+            return best - json_number_value(json_array_get(e, 1));
+    }
+    return INFINITY;
+}
+
 static void on_row(void *ctx, int q, int pos, const float *row)
 {
     tally *t = ctx;
@@ -99,14 +111,8 @@ static void on_row(void *ctx, int q, int pos, const float *row)
     if (rest_golden > 1e-6 && rest_ours > 1e-9) kld += rest_golden * log(rest_golden / rest_ours);
     if (q == t->r->n_seqs - 1) t->kld += kld, t->n_kld++;
     t->n++;
-    const json_t *first = json_array_get(top, 0), *second = json_array_get(top, 1);
-    if (best == json_integer_value(json_array_get(first, 0))) {
-        t->same++;
-        return;
-    }
-    double gap =
-        json_number_value(json_array_get(first, 1)) - json_number_value(json_array_get(second, 1));
-    if (best != json_integer_value(json_array_get(second, 0))) gap = INFINITY;
+    const double gap = gap_of(top, best);
+    if (gap == 0) t->same++;
     if (gap > t->gap_worst) t->gap_worst = gap;
 }
 
@@ -175,13 +181,9 @@ static void generate_all(const real *r, const bounds *b)
         fprintf(stderr, "%s, %s: %d of %d ids\n", r->path, s->name, i, s->n_ids);
         if (i == s->n_ids) continue;
         const json_t *top = best_of(r, q, s->n_prompt - 1 + i);
-        const json_t *second = json_array_get(top, 1);
-        const double gap = json_number_value(json_array_get(json_array_get(top, 0), 1)) -
-                           json_number_value(json_array_get(second, 1));
-        cr_expect(go.out[q][i] == json_integer_value(json_array_get(second, 0)) &&
-                      gap <= b->worst_gap,
-                  "%s: token %d is %d, not %d, at a gap of %.3g", s->name, i, go.out[q][i],
-                  s->tokens[s->n_prompt + i], gap);
+        const double gap = gap_of(top, go.out[q][i]);
+        cr_expect(gap <= b->worst_gap, "%s: token %d is %d, not %d, at a gap of %.3g", s->name, i,
+                  go.out[q][i], s->tokens[s->n_prompt + i], gap);
     }
     run_free(&go);
 }
@@ -197,8 +199,12 @@ static void test_real(const char *variable, const char *golden_path, const bound
     json_decref(r.golden);
 }
 
-static const bounds smollm2_bounds = {1e-3, 1e-3, 1e-3, 0.97, 0.5};
-static const bounds gemma3_bounds = {1e-2, 2e-2, 1e-2, 0.95, 0.5};
+/* For comparison, llama.cpp's own native arithmetic against the same float32: mean KLD 1.6e-3
+ * and 2.9e-3, same best token at 97.7 % and 95.9 % of the text, first differences of greedy texts
+ * at gaps up to 0.80 and 0.55. In float32, gemma3 differs by llama.cpp's half-precision table of
+ * GELU. */
+static const bounds smollm2_bounds = {5e-4, 1e-3, 2.5e-3, 0.96, 0.8};
+static const bounds gemma3_bounds = {2e-2, 2e-2, 2.5e-3, 0.96, 0.8};
 
 Test(real, smollm2, .timeout = 3600)
 {

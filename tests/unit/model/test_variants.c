@@ -1,0 +1,133 @@
+/* The same model in another form must give the same bits: tensors listed and stored in any order,
+ * q, k and v fused in the file, a split model opened from any of its parts. And what loading
+ * promises. */
+#include <criterion/criterion.h>
+
+#include "harness.h"
+#include "rewrite.h"
+
+#define DIR "tests/golden/models/"
+
+static seq sequence(int n, int32_t *tokens)
+{
+    seq s = {.name = "tokens", .n_prompt = n, .n = n, .tokens = tokens};
+    for (int i = 0; i < n; i++)
+        tokens[i] = (int32_t)(bg_mix64((uint64_t)i) % 1000);
+    return s;
+}
+
+static void compare_files(const char *path, const char *other, bg_compute compute, int tp)
+{
+    int32_t tokens[90];
+    const seq s = sequence(90, tokens);
+    char where[64];
+    bg_error err = {0};
+    run a = {.path = path, .compute = compute, .cache = BG_CACHE_F32, .tp = tp, .n_seqs = 1};
+    a.seqs = &s;
+    a.plan = PLAN_CHUNKS;
+    run b = a;
+    b.path = other;
+    cr_assert(!run_model(&a, &err), "%s: %s", path, err.text);
+    cr_assert(!run_model(&b, &err), "%s: %s", other, err.text);
+    cr_expect(!differ(&a, &b, where, sizeof where), "%s, tp %d: other bits at %s", path, tp, where);
+    cr_expect_eq(a.desc.n_params, b.desc.n_params);
+    cr_expect_eq(b.desc.n_unused, 0, "%s", b.desc.unused_name);
+    run_free(&a);
+    run_free(&b);
+}
+
+static void compare_rewritten(const char *path, rewrite r)
+{
+    bg_error err = {0};
+    bg_gguf *g = NULL;
+    char changed[64];
+    cr_assert(!bg_gguf_open(&g, path, &err), "%s", err.text);
+    cr_assert(!rewrite_file(g, &r, changed, &err), "%s", err.text);
+    bg_gguf_close(g);
+    for (int tp = 1; tp <= 3; tp += 2) {
+        compare_files(path, changed, BG_COMPUTE_F32, tp);
+        compare_files(path, changed, BG_COMPUTE_NATIVE, tp);
+    }
+    unlink(changed);
+}
+
+Test(variants, shuffled_tensors)
+{
+    for (uint64_t seed = 1; seed <= 2; seed++) {
+        compare_rewritten(DIR "tiny-llama.q2_k.gguf", (rewrite){.shuffle = seed});
+        compare_rewritten(DIR "tiny-qwen2.f16.gguf", (rewrite){.shuffle = seed});
+        compare_rewritten(DIR "tiny-gemma3.f16.gguf", (rewrite){.shuffle = seed});
+    }
+}
+
+Test(variants, fused_qkv)
+{
+    compare_rewritten(DIR "tiny-qwen2.f16.gguf", (rewrite){.fuse_qkv = true});
+    compare_rewritten(DIR "tiny-qwen3.f16.gguf", (rewrite){.fuse_qkv = true, .shuffle = 5});
+    compare_rewritten(DIR "tiny-gemma3.f16.gguf", (rewrite){.fuse_qkv = true});
+}
+
+Test(variants, split_opened_from_any_part)
+{
+    compare_files(DIR "tiny-llama.q5_k_m.split-00001-of-00003.gguf",
+                  DIR "tiny-llama.q5_k_m.split-00002-of-00003.gguf", BG_COMPUTE_F32, 1);
+    compare_files(DIR "tiny-llama.q5_k_m.split-00001-of-00003.gguf",
+                  DIR "tiny-llama.q5_k_m.split-00003-of-00003.gguf", BG_COMPUTE_NATIVE, 2);
+}
+
+/* ---- loading
+ * ------------------------------------------------------------------------------------- */
+
+typedef struct reports {
+    int n;
+    uint64_t last, total;
+    bool backwards;
+} reports;
+
+static void on_progress(void *ctx, uint64_t done, uint64_t total)
+{
+    reports *r = ctx;
+    r->backwards = r->backwards || done < r->last;
+    r->last = done;
+    r->total = total;
+    r->n++;
+}
+
+Test(variants, progress_goes_to_the_end)
+{
+    bg_error err = {0};
+    bg_gguf *g = NULL;
+    bg_desc d;
+    bg_shard s;
+    bg_backend *b = NULL;
+    bg_model *m = NULL;
+    reports seen = {0};
+    cr_assert(!bg_gguf_open(&g, DIR "tiny-qwen2.f16.gguf", &err), "%s", err.text);
+    cr_assert(!bg_desc_read(&d, g, &err), "%s", err.text);
+    cr_assert(!bg_shard_plan(&s, &d, g, 1, 3, &err), "%s", err.text);
+    const bg_backend_config c = {.compute = BG_COMPUTE_F32,
+                                 .n_threads = 1,
+                                 .first_cpu = -1,
+                                 .max_tokens = 8,
+                                 .max_seqs = 2,
+                                 .max_out = 2,
+                                 .max_ctx = 32,
+                                 .vocab_size = d.vocab_size};
+    cr_assert(!bg_cpu_backend_new(&b, &c, &err), "%s", err.text);
+    const bg_model_config mc = {.rank = 1,
+                                .tp = 3,
+                                .n_blocks = 4,
+                                .block_tokens = 16,
+                                .cache_type = BG_CACHE_F32,
+                                .backend = &c,
+                                .progress = on_progress,
+                                .ctx = &seen};
+    cr_assert(!bg_model_load(&m, g, &d, b, &mc, &err), "%s", err.text);
+    cr_expect(seen.n > 10 && !seen.backwards);
+    cr_expect_eq(seen.total, s.weight_bytes);
+    cr_expect_eq(seen.last, s.weight_bytes);
+    cr_expect(bg_act_bytes(&d, &s, &c) > 8 * 128 * 3 * 4);
+    bg_model_free(m);
+    bg_backend_free(b);
+    bg_gguf_close(g);
+}

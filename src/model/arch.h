@@ -78,8 +78,7 @@ extern const bg_arch bg_arch_llama, bg_arch_qwen2, bg_arch_qwen3, bg_arch_gemma3
 
 const bg_arch *bg_arch_find(const char *name, size_t n); /* NULL: not one of ours */
 
-/* ---- metadata (hparams.c): keys are given without "ARCH."
- * ---------------------------------------- */
+/* ---- metadata (hparams.c): keys are given without "ARCH." ----------------------------------- */
 
 /* Values outside lo..hi, and a missing key when def is below lo: BG_FORMAT, naming the key. A key
  * that may be an array with one element a layer must have the same value in all of them. */
@@ -90,8 +89,7 @@ bg_status bg_hparam_float(const bg_desc *d, const bg_gguf *g, const char *key, d
 /* attention.sliding_window_pattern: a period or one value a layer. Sets window_layers. */
 bg_status bg_hparam_windows(bg_desc *d, const bg_gguf *g, int default_period, bg_error *err);
 
-/* ---- tensors (tensors.c)
- * --------------------------------------------------------------------------- */
+/* ---- tensors (tensors.c) -------------------------------------------------------------------- */
 
 typedef struct bg_role_info {
     const char *name; /* after "blk.N." where one a layer */
@@ -104,8 +102,7 @@ int64_t bg_dim_size(const bg_desc *d, bg_dim dim);
 const bg_tensor *bg_role_tensor(const bg_gguf *g, bg_role r, int layer);
 bg_status bg_tensors_check(bg_desc *d, const bg_gguf *g, bg_error *err);
 
-/* ---- what a rank holds (plan.c)
- * ------------------------------------------------------------------- */
+/* ---- what a rank holds (plan.c) ------------------------------------------------------------- */
 
 typedef struct bg_range {
     int64_t at, n;
@@ -115,15 +112,13 @@ bg_range bg_shard_range(const bg_shard *s, const bg_desc *d, bg_dim dim);
 /* Rows of the vocabulary that a rank holds. */
 bg_range bg_vocab_range(const bg_desc *d, int rank, int tp);
 
-/* ---- rotation (rope.c)
- * ----------------------------------------------------------------------------- */
+/* ---- rotation (rope.c) ---------------------------------------------------------------------- */
 
 /* freq: n_rot/2 values for layers with (windowed) or without a window; factors: NULL or n_rot/2. */
 void bg_rope_table(const bg_desc *d, bool windowed, const float *factors, float *freq,
                    float *mscale);
 
-/* ---- a loaded model
- * --------------------------------------------------------------------------------- */
+/* ---- a loaded model ------------------------------------------------------------------------- */
 
 typedef struct bg_layer {
     bg_vec attn_norm, post_attn_norm, ffn_norm, post_ffn_norm;
@@ -155,8 +150,7 @@ struct bg_model {
 
 bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err); /* buffers.c */
 
-/* ---- pieces of a forward pass (layers.c)
- * ------------------------------------------------------------- */
+/* ---- pieces of a forward pass (layers.c) ---------------------------------------------------- */
 
 bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err); /* h -> y, complete sum */
 bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err);       /* h -> y, complete sum */

@@ -200,8 +200,7 @@ static bg_status load_head(loader *ld, bg_error *err)
     return BG_OK;
 }
 
-/* ---- the rest
- * ------------------------------------------------------------------------------------ */
+/* ---- the rest ------------------------------------------------------------------------------- */
 
 static bg_status load_layer(loader *ld, int l, bg_error *err)
 {

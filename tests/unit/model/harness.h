@@ -159,8 +159,7 @@ UNUSED static void golden_free(golden *g)
     }
 }
 
-/* ---- running
- * -------------------------------------------------------------------------------------- */
+/* ---- running -------------------------------------------------------------------------------- */
 
 typedef enum plan_kind {
     PLAN_GOLDEN, /* each sequence alone: the prompt at once, then token by token */
@@ -469,8 +468,7 @@ UNUSED static void run_free(run *r)
     r->out = NULL;
 }
 
-/* ---- comparing
- * ------------------------------------------------------------------------------------ */
+/* ---- comparing ------------------------------------------------------------------------------ */
 
 typedef struct figures {
     int n_rows, n_top;
@@ -499,28 +497,32 @@ static double log_sum_exp(const float *x, int n)
     return max + log(sum);
 }
 
+UNUSED static double nmse(const float *a, const float *b, int n)
+{
+    double num = 0, den = 0;
+    for (int k = 0; k < n; k++) {
+        num += ((double)a[k] - b[k]) * ((double)a[k] - b[k]);
+        den += (double)b[k] * b[k];
+    }
+    return num / den >= 0 ? num / den : INFINITY; /* NaN must not slip through */
+}
+
 UNUSED static figures compare(const golden *g, const run *r)
 {
     figures f = {0};
     const int v = g->n_vocab;
-    double *nmse = malloc(8192 * sizeof *nmse), *top = malloc(8192 * sizeof *top);
+    double *all = malloc(8192 * sizeof *all), *top = malloc(8192 * sizeof *top);
     int same = 0;
     for (int q = 0; q < r->n_seqs; q++) {
         const seq *s = &r->seqs[q];
         for (int i = 0; i < s->n_rows && s->row0 + i < s->n; i++) {
             const float *a = r->logits[q] + (size_t)(s->row0 + i) * (size_t)v;
             const float *b = s->rows + (size_t)i * (size_t)v;
-            double num = 0, den = 0;
-            for (int k = 0; k < v; k++) {
-                num += ((double)a[k] - b[k]) * ((double)a[k] - b[k]);
-                den += (double)b[k] * b[k];
-            }
-            double e = num / den;
-            if (!(e >= 0)) e = INFINITY; /* NaN must not slip through */
+            const double e = nmse(a, b, v);
             if (e > f.nmse_worst)
                 snprintf(f.where, sizeof f.where, "%s position %d", s->name, s->row0 + i);
             if (e > f.nmse_worst) f.nmse_worst = e;
-            nmse[f.n_rows++] = e;
+            all[f.n_rows++] = e;
         }
         for (int i = 0; i < s->n_ids; i++) {
             const float *a = r->logits[q] + (size_t)(s->n_prompt - 1 + i) * (size_t)v;
@@ -541,11 +543,11 @@ UNUSED static figures compare(const golden *g, const run *r)
             top[f.n_top++] = worst;
         }
     }
-    qsort(nmse, (size_t)f.n_rows, sizeof *nmse, by_size);
+    qsort(all, (size_t)f.n_rows, sizeof *all, by_size);
     qsort(top, (size_t)f.n_top, sizeof *top, by_size);
-    if (f.n_rows) f.nmse_median = nmse[f.n_rows / 2];
+    if (f.n_rows) f.nmse_median = all[f.n_rows / 2];
     if (f.n_top) f.top_median = top[f.n_top / 2], f.same_token = (double)same / f.n_top;
-    free(nmse);
+    free(all);
     free(top);
     return f;
 }

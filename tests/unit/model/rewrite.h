@@ -53,6 +53,12 @@ typedef struct rewrite {
     const char *drop_tensor; /* NULL: none */
     const char *rename, *to; /* of one tensor */
     bool fuse_qkv;           /* q, k, v become attn_qkv (all of one type) */
+    bool add_biases;         /* random ones, to every matrix of a layer that has none */
+    struct {
+        char name[64];
+        int64_t n;
+    } extra[64]; /* the added ones; they stand at the end */
+    int n_extra;
     const bg_gguf *g;
     const bg_tensor **order; /* for fused: the q tensor stands for all three */
 } rewrite;
@@ -126,7 +132,12 @@ static bg_status produce(void *ctx, int64_t i, size_t bytes, bg_gguf_emit *emit,
 {
     const rewrite *r = ctx;
     const bg_tensor *t = r->order[i];
-    (void)bytes;
+    if (!t) {
+        float v[4096];
+        for (size_t k = 0; k < bytes / 4; k++)
+            v[k] = (float)(bg_mix64((uint64_t)i << 32 | k) % 2001) * 1e-3f - 1;
+        return emit(sink, v, bytes, err);
+    }
     bg_status st = emit(sink, t->data, t->bytes, err);
     if (r->fuse_qkv && strstr(t->cname, "attn_q."))
         for (int k = 0; !st && k < 2; k++) {
@@ -136,13 +147,26 @@ static bg_status produce(void *ctx, int64_t i, size_t bytes, bg_gguf_emit *emit,
     return st;
 }
 
+static void add_bias(const bg_gguf *g, rewrite *r, const bg_tensor *t)
+{
+    char name[64];
+    if (t->n_dims < 2 || strncmp(t->cname, "blk.", 4) != 0 || r->n_extra == 64) return;
+    snprintf(name, sizeof name, "%.40s", t->cname);
+    char *end = strstr(name, ".weight");
+    if (!end) return;
+    memcpy(end, ".bias", 6);
+    if (bg_gguf_find_tensor(g, name)) return;
+    memcpy(r->extra[r->n_extra].name, name, sizeof name);
+    r->extra[r->n_extra++].n = t->ne[1];
+}
+
 /* Writes g, changed, into a new temporary file; path has room for 64 bytes. */
 static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error *err)
 {
     int64_t n = 0;
     bg_gguf_writer *w = bg_gguf_writer_new(0);
     r->g = g;
-    r->order = calloc((size_t)bg_gguf_n_tensors(g), sizeof *r->order);
+    r->order = calloc((size_t)bg_gguf_n_tensors(g) + 64, sizeof *r->order);
     snprintf(path, 64, "%s/batchgen-test-XXXXXX", P_tmpdir);
     const int fd = mkstemp(path);
     if (fd >= 0) close(fd);
@@ -170,6 +194,7 @@ static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error
     }
     for (int64_t i = 0; i < n; i++) {
         const bg_tensor *t = r->order[i];
+        if (r->add_biases) add_bias(g, r, t);
         int64_t ne[4] = {t->ne[0], t->ne[1], t->ne[2], t->ne[3]};
         char name[128];
         snprintf(name, sizeof name, "%s", t->cname);
@@ -183,6 +208,8 @@ static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error
         }
         bg_gguf_put_tensor(w, name, t->type, t->n_dims, ne);
     }
+    for (int i = 0; i < r->n_extra; i++)
+        bg_gguf_put_tensor(w, r->extra[i].name, BG_F32, 1, &r->extra[i].n);
     const bg_status st = bg_gguf_write(w, path, produce, r, err);
     bg_gguf_writer_free(w);
     free(r->order);

@@ -17,8 +17,8 @@ typedef struct bounds {
 } bounds;
 
 static const bounds exact_bounds = {1e-11, 1e-9, 1e-4, 5e-4, 1e-3};
-/* The golden's engine looks GELU up in a half-precision table. With the same table here the median is
- * 7e-9; without, as we compute it, up to 3e-7. */
+/* The golden's engine looks GELU up in a half-precision table. With the same table here the median
+ * is 7e-9; without, as we compute it, up to 3e-7. */
 static const bounds gemma_bounds = {6e-7, 3e-6, 5e-3, 2e-2, 2e-2};
 static const bounds half_bounds = {2e-5, 5e-4, 3e-2, 0.2, 0.1};
 static const bounds bf16_bounds = {3e-4, 2e-3, 0.1, 0.5, 0.2};

@@ -75,8 +75,41 @@ Test(variants, split_opened_from_any_part)
                   DIR "tiny-llama.q5_k_m.split-00003-of-00003.gguf", BG_COMPUTE_NATIVE, 2);
 }
 
-/* ---- loading
- * ------------------------------------------------------------------------------------- */
+/* Biases of split sums must be added once, whatever the number of ranks. */
+Test(variants, biases_everywhere)
+{
+    int32_t tokens[90];
+    const seq s = sequence(90, tokens);
+    char changed[64];
+    bg_error err = {0};
+    bg_gguf *g = NULL;
+    rewrite r = {.add_biases = true};
+    cr_assert(!bg_gguf_open(&g, DIR "tiny-uneven.q4_k_m.gguf", &err), "%s", err.text);
+    cr_assert(!rewrite_file(g, &r, changed, &err), "%s", err.text);
+    bg_gguf_close(g);
+    run a = {.path = changed, .compute = BG_COMPUTE_F32, .cache = BG_CACHE_F32, .n_seqs = 1};
+    a.seqs = &s;
+    a.plan = PLAN_CHUNKS;
+    run plain = a;
+    plain.path = DIR "tiny-uneven.q4_k_m.gguf";
+    cr_assert(!run_model(&a, &err), "%s", err.text);
+    cr_assert(!run_model(&plain, &err), "%s", err.text);
+    cr_expect_eq(a.desc.n_unused, 0);
+    cr_expect(nmse(a.logits[0], plain.logits[0], 90 * 1027) > 0.1, "the biases did nothing");
+    for (int tp = 2; tp <= 8; tp += 3) {
+        run b = a;
+        b.tp = tp;
+        cr_assert(!run_model(&b, &err), "%s", err.text);
+        const double e = nmse(b.logits[0], a.logits[0], 90 * 1027);
+        cr_expect(e < 1e-10, "tp %d: NMSE %.3g", tp, e);
+        run_free(&b);
+    }
+    run_free(&a);
+    run_free(&plain);
+    unlink(changed);
+}
+
+/* ---- loading -------------------------------------------------------------------------------- */
 
 typedef struct reports {
     int n;

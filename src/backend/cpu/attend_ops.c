@@ -4,8 +4,7 @@
 
 #include "backend/cpu/cpu.h"
 
-/* ---- rotation
- * ------------------------------------------------------------------------------------ */
+/* ---- rotation -------------------------------------------------------------------------------- */
 
 typedef struct table_job {
     const bg_cpu *c;
@@ -53,8 +52,7 @@ static const bg_rope_table *rope_table(bg_cpu *c, const bg_rope *rope)
     return t;
 }
 
-/* ---- rope_store ---------------------------------------------------------------------------------
- */
+/* ---- rope_store ------------------------------------------------------------------------------ */
 
 typedef struct store_job {
     bg_cpu *c;
@@ -160,8 +158,7 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
     return BG_OK;
 }
 
-/* ---- attention
- * ------------------------------------------------------------------------------------ */
+/* ---- attention ------------------------------------------------------------------------------- */
 
 /* A work item is (sequence, KV head, some of its query heads, some rows); items are shared out as
  * threads become free. How the work is cut changes nobody's bits (attention_body.h). */

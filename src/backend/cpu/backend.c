@@ -9,8 +9,7 @@
 #include "comm/comm.h"
 #include "gguf/gguf.h"
 
-/* ---- memory
- * ---------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 /* Zeroed memory that costs nothing until it is touched, 64-byte aligned (a page, in fact). */
 static bg_status map(bg_cpu *c, void **p, size_t bytes, const char *what, bg_error *err)
@@ -77,8 +76,7 @@ static uint64_t cpu_memory(const bg_backend *b)
     return ((const bg_cpu *)b)->bytes;
 }
 
-/* ---- objects
- * --------------------------------------------------------------------------------------- */
+/* ---- objects --------------------------------------------------------------------------------- */
 
 static bg_status cpu_act_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
                              int64_t cols, bg_error *err)
@@ -105,7 +103,7 @@ static bg_status cpu_vec_new(bg_backend *b, bg_vec *v, const char *name, const f
     float *data = NULL;
     bg_status st = map_array(c, &data, (size_t)n, sizeof *data, name, err);
     if (st) return st;
-    if (n > 0) memcpy(data, host, (size_t)n * sizeof *data);
+    if (data && n > 0) memcpy(data, host, (size_t)n * sizeof *data);
     c->bytes += (uint64_t)n * sizeof *data;
     *v = (bg_vec){data, n, name};
     return BG_OK;
@@ -122,6 +120,7 @@ static bg_status grow(void *list, size_t n, size_t *cap, bg_error *err)
     if (!p) return bg_fail(err, BG_NOMEM, "out of memory for %zu weights", more);
     memcpy(list, &p, sizeof p);
     *cap = more;
+    // cppcheck-suppress memleak ; the list has p
     return BG_OK;
 }
 
@@ -229,8 +228,7 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
     return BG_OK;
 }
 
-/* ---- slots
- * ----------------------------------------------------------------------------------------- */
+/* ---- slots ----------------------------------------------------------------------------------- */
 
 static bg_status cpu_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
                                int n_tokens, int n_generated, bg_error *err)
@@ -288,8 +286,7 @@ static bg_status cpu_slot_seat(bg_backend *b, int slot, const bg_sampling *s, co
     return BG_OK;
 }
 
-/* ---- the step
- * -------------------------------------------------------------------------------------- */
+/* ---- the step -------------------------------------------------------------------------------- */
 
 static bg_status check_seq(const bg_cpu *c, const bg_seq_step *q, bool all_logits, bg_error *err)
 {
@@ -377,8 +374,7 @@ static int cpu_n_out(const bg_backend *b)
     return ((const bg_cpu *)b)->n_out;
 }
 
-/* ---- ops
- * ------------------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
 static int64_t cpu_linear_rows(const bg_linear *l)
 {
@@ -611,8 +607,7 @@ static const bg_ops cpu_ops = {
     .memory = cpu_memory,
 };
 
-/* ---- making one
- * ------------------------------------------------------------------------------------ */
+/* ---- making one ------------------------------------------------------------------------------ */
 
 static bg_status make_step_arrays(bg_cpu *c, bg_error *err)
 {

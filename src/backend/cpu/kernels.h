@@ -61,8 +61,8 @@ typedef struct bg_kernels {
     void (*softcap)(float *x, int64_t n, float cap); /* x = cap * tanh(x / cap) */
     /* chunk_max[c] = largest of x[c * BG_CHUNK_TOKENS ..]; -inf if none is a number */
     void (*chunk_max)(float *chunk_max, const float *x, int64_t n);
-    /* sum_i e^((x_i - max) * inv_t), gathered in float64; terms of -inf are 0 */
-    double (*exp_sum)(const float *x, int64_t n, float max, float inv_t);
+    /* sum of e^((x_i - max) * inv_t) over the x_i >= least, gathered in float64; -inf adds 0 */
+    double (*exp_sum)(const float *x, int64_t n, float least, float max, float inv_t);
     /* words[4 i + j] = word j of Philox block first + i, i < 16: those of 64 token ids */
     void (*words)(uint32_t words[BG_CHUNK_TOKENS], uint64_t seed, uint64_t pos, uint32_t first);
     /* bound[i] >= (x_i - max) * inv_t + the Gumbel noise of words[i], save rounding (1e-3 at most

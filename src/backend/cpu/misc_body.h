@@ -168,23 +168,26 @@ static void chunk_max(float *most, const float *x, int64_t n)
     }
 }
 
-static double exp_sum(const float *x, int64_t n, float max, float inv_t)
+SIMD vf exp_from(vf x, float least, float max, float inv_t)
 {
-    enum {
-        PIECE = 16 * BG_LANES
-    }; /* terms added in float32 before they go to float64: 16 a lane */
+    return vf_select(x >= least, vf_exp((x - max) * inv_t), (vf){0});
+}
+
+static double exp_sum(const float *x, int64_t n, float least, float max, float inv_t)
+{
+    enum { PIECE = 16 * BG_LANES }; /* terms added in float32 before they go to float64 */
     double total = 0;
     for (int64_t p = 0; p < n; p += PIECE) {
         const int64_t end = n - p < PIECE ? n : p + PIECE;
         vf sum = (vf){0};
         int64_t i = p;
         for (; i + VW <= end; i += VW)
-            sum += vf_exp((vf_load(x + i) - max) * inv_t);
+            sum += exp_from(vf_load(x + i), least, max, inv_t);
         if (i < end) {
             float t[VW];
             for (int l = 0; l < VW; l++)
                 t[l] = i + l < end ? x[i + l] : -INFINITY;
-            sum += vf_exp((vf_load(t) - max) * inv_t);
+            sum += exp_from(vf_load(t), least, max, inv_t);
         }
         total += (double)vf_sum_lanes(sum);
     }

@@ -11,8 +11,7 @@
 #include "base/f16.h"
 #include "base/rng.h"
 
-/* ---- the best n tokens
- * --------------------------------------------------------------------------- */
+/* ---- the best n tokens ----------------------------------------------------------------------- */
 
 /* Smaller is better: larger logits first, then lower ids. -0 counts as 0, NaN as -inf. */
 static uint64_t key_of(float logit, int32_t id)
@@ -120,8 +119,7 @@ static void best_tokens(bg_sampler *s, const float *x, int64_t vocab, int64_t n_
     sort_keys(s->keys, n_best);
 }
 
-/* ---- bias, bans, penalties
- * ------------------------------------------------------------------------- */
+/* ---- bias, bans, penalties ------------------------------------------------------------------- */
 
 static bool changes_logits(const bg_sampling *p, int n_generated)
 {
@@ -173,13 +171,14 @@ static const float *changed_logits(bg_sampler *s, const float *logits, int vocab
     return x;
 }
 
-/* ---- the race
- * -------------------------------------------------------------------------------------- */
+/* ---- the race -------------------------------------------------------------------------------- */
 
 typedef struct race {
     double max, inv_t; /* a token's tempered logit is (x - max) * inv_t */
     double min_p;      /* 0: off; the best token has probability 1 here */
     uint64_t seed, pos;
+    float floor; /* tokens below this one, which is (floor, floor_id), take no part */
+    int32_t floor_id;
     double score; /* of the leader */
     int32_t leader;
 } race;
@@ -198,11 +197,10 @@ static void enter(race *r, double tempered, int32_t id, uint32_t word)
     }
 }
 
-/* All tokens that pass min_p. leader is the best token. */
+/* All tokens above the floor that pass min_p. leader is the best token. */
 static void race_all(race *r, bg_sampler *s, const bg_kernels *kernels, const float *x, int vocab)
 {
-    /* The kernel's bound is float32: SLACK covers its rounding. Noise is at most -ln(-ln(1 -
-     * 2^-33)). */
+    /* SLACK covers the rounding of the kernel's bound. Noise is at most -ln(-ln(1 - 2^-33)). */
     const double SLACK = 1e-3, MOST_NOISE = 22.9;
     const float max = (float)r->max, inv_t = r->inv_t < 1e30 ? (float)r->inv_t : 1e30f;
     const double log_min_p = r->min_p > 0 ? log(r->min_p) - SLACK : -INFINITY;
@@ -210,6 +208,7 @@ static void race_all(race *r, bg_sampler *s, const bg_kernels *kernels, const fl
     for (int from = 0, c = 0; from < vocab; from += BG_CHUNK_TOKENS, c++) {
         const double best = ((double)s->chunk_max[c] - r->max) * r->inv_t;
         if (!(best + MOST_NOISE >= r->score) || !(best >= log_min_p)) continue;
+        if (s->chunk_max[c] < r->floor) continue;
         const int n = vocab - from < BG_CHUNK_TOKENS ? vocab - from : BG_CHUNK_TOKENS;
         uint32_t word[BG_CHUNK_TOKENS];
         float bound[BG_CHUNK_TOKENS];
@@ -219,52 +218,52 @@ static void race_all(race *r, bg_sampler *s, const bg_kernels *kernels, const fl
             continue;
         for (int i = 0; i < n; i++) {
             if (!((double)bound[i] + SLACK >= r->score)) continue;
-            const double z = ((double)x[from + i] - r->max) * r->inv_t;
+            const float logit = x[from + i];
+            if (logit < r->floor || (logit == r->floor && from + i >= r->floor_id)) continue;
+            const double z = ((double)logit - r->max) * r->inv_t;
             if (r->min_p > 0 && !(exp(z) >= r->min_p)) continue;
             enter(r, z, from + i, word[i]);
         }
     }
 }
 
-/* How many of the sorted tokens in s->keys top_p keeps: the fewest whose weights reach top_p of
- * total; 0 when the n that are there do not. */
-static int64_t cut_top_p(const race *r, bg_sampler *s, const float *x, int64_t n, double top_p,
-                         double total)
+/* All tokens that top_p keeps: those for which the better ones together stay below top_p of the
+ * total. Instead of sorting, the winner of all is asked whether it is kept; if not, the race is run
+ * again among the better ones. A winner among more tokens than are kept has beaten all of those. */
+static void race_top_p(race *r, bg_sampler *s, const bg_kernels *kernels, const float *x, int vocab,
+                       double top_p)
 {
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) {
-        sum += exp(((double)x[id_of(s->keys[i])] - r->max) * r->inv_t);
-        if (sum >= top_p * total) return i + 1;
+    const float max = (float)r->max, inv_t = r->inv_t < 1e30 ? (float)r->inv_t : 1e30f;
+    const int32_t best = r->leader;
+    const double limit = top_p * kernels->exp_sum(x, vocab, -INFINITY, max, inv_t);
+    for (;;) {
+        r->leader = best;
+        r->score = -INFINITY;
+        race_all(r, s, kernels, x, vocab);
+        const int32_t id = r->leader;
+        if (id == best) return; /* always kept */
+        const double better =
+            kernels->exp_sum(x, id, x[id], max, inv_t) +
+            kernels->exp_sum(x + id, vocab - id, nextafterf(x[id], INFINITY), max, inv_t);
+        if (better < limit) return;
+        r->floor = x[id];
+        r->floor_id = id;
     }
-    return 0;
 }
 
-/* Those left by top_k and top_p, which are a prefix of the sorted tokens; then min_p and the race.
- */
-static void race_best(race *r, bg_sampler *s, const bg_kernels *kernels, const float *x, int vocab,
-                      const bg_sampling *p)
+/* The best top_k, of which top_p keeps a prefix; then min_p and the race. */
+static void race_top_k(race *r, bg_sampler *s, const float *x, int vocab, const bg_sampling *p)
 {
-    int64_t n = p->top_k > 0 && p->top_k < vocab ? p->top_k : vocab;
-    if (p->top_k > 0 && p->top_k < vocab) {
-        best_tokens(s, x, vocab, n);
-        if (p->top_p < 1) {
-            double total = 0;
-            for (int64_t i = 0; i < n; i++)
-                total += exp(((double)x[id_of(s->keys[i])] - r->max) * r->inv_t);
-            const int64_t kept = cut_top_p(r, s, x, n, p->top_p, total);
-            if (kept) n = kept;
+    int64_t n = p->top_k;
+    best_tokens(s, x, vocab, n);
+    if (p->top_p < 1) {
+        double total = 0, sum = 0;
+        for (int64_t i = 0; i < n; i++)
+            total += exp(((double)x[id_of(s->keys[i])] - r->max) * r->inv_t);
+        for (int64_t i = 0; i < n; i++) {
+            sum += exp(((double)x[id_of(s->keys[i])] - r->max) * r->inv_t);
+            if (sum >= (double)p->top_p * total) n = i + 1;
         }
-    } else { /* the nucleus is small as a rule: look for it among ever more tokens */
-        const float inv_t = r->inv_t < 1e30 ? (float)r->inv_t : 1e30f;
-        const double total = kernels->exp_sum(x, vocab, (float)r->max, inv_t);
-        int64_t kept = 0;
-        for (int64_t look = 128; !kept; look *= 16) {
-            n = look < vocab ? look : vocab;
-            best_tokens(s, x, vocab, n);
-            kept = cut_top_p(r, s, x, n, p->top_p, total);
-            if (n == vocab) break;
-        }
-        if (kept) n = kept;
     }
     for (int64_t i = 0; i < n; i++) {
         const int32_t id = id_of(s->keys[i]);
@@ -274,8 +273,7 @@ static void race_best(race *r, bg_sampler *s, const bg_kernels *kernels, const f
     }
 }
 
-/* ---- a row
- * ----------------------------------------------------------------------------------------- */
+/* ---- a row ----------------------------------------------------------------------------------- */
 
 /* The first largest logit; 0 when there is no number above -inf. */
 static int32_t first_largest(const bg_sampler *s, const float *x, int vocab)
@@ -291,7 +289,7 @@ static int32_t first_largest(const bg_sampler *s, const float *x, int vocab)
 static void log_probabilities(bg_sampler *s, const bg_kernels *kernels, const float *x, int vocab,
                               float max, bg_sampled *out, int n_top)
 {
-    const double log_total = (double)max + log(kernels->exp_sum(x, vocab, max, 1));
+    const double log_total = (double)max + log(kernels->exp_sum(x, vocab, -INFINITY, max, 1));
     out->logprob = (float)((double)x[out->token] - log_total);
     if (n_top > vocab) n_top = vocab;
     if (n_top > BG_MAX_TOP_LOGPROBS) n_top = BG_MAX_TOP_LOGPROBS;
@@ -320,10 +318,14 @@ void bg_sample_row(bg_sampler *s, const bg_kernels *kernels, const float *logits
                   .min_p = p->min_p > 0 ? (double)p->min_p : 0,
                   .seed = p->seed,
                   .pos = (uint64_t)slot->n_generated,
+                  .floor = -INFINITY,
+                  .floor_id = vocab,
                   .score = -INFINITY,
                   .leader = best};
-        if ((p->top_k > 0 && p->top_k < vocab) || p->top_p < 1)
-            race_best(&r, s, kernels, x, vocab, p);
+        if (p->top_k > 0 && p->top_k < vocab)
+            race_top_k(&r, s, x, vocab, p);
+        else if (p->top_p < 1)
+            race_top_p(&r, s, kernels, x, vocab, (double)p->top_p);
         else
             race_all(&r, s, kernels, x, vocab);
         out->token = r.leader;

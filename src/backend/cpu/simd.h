@@ -117,8 +117,7 @@ SIMD float vf_sum_lanes(vf v) /* halves added pairwise: one order for a width */
     return a[0];
 }
 
-/* ---- cache elements ----------------------------------------------------------------------------
- */
+/* ---- cache elements -------------------------------------------------------------------------- */
 
 typedef uint16_t vu16 __attribute__((vector_size(VF_BYTES / 2), aligned(2), may_alias));
 
@@ -144,6 +143,7 @@ SIMD vf vf_load_cache(bg_cache_type type, const void *p)
     vi bits = (h & 0x7fff) << 13;
     vf value = (vf)bits * 0x1p112f;
     value = vf_select(bits >= 0x0f800000, (vf)(bits | 0x7f800000), value); /* inf and NaN */
+    // cppcheck-suppress integerOverflow ; lanes of a vector wrap
     return (vf)((vi)value | (h & 0x8000) << 16);
 #endif
 }
@@ -158,8 +158,7 @@ SIMD void store_cache(bg_cache_type type, void *dst, int64_t i, float x)
         ((uint16_t *)dst)[i] = bg_f32_to_bf16(x);
 }
 
-/* ---- exp ----------------------------------------------------------------------------------------
- */
+/* ---- exp ------------------------------------------------------------------------------------- */
 
 /* x = n ln 2 + r with |r| <= ln(2)/2; returns e^r - 1 and 2^n. x lies in [-87.3, 88.3]. */
 SIMD vf vf_exp_parts(vf x, vf *pow2)

@@ -140,19 +140,36 @@ Test(sample, every_choice_is_the_references)
     free(changed);
 }
 
+/* -0 and 0 are the same logit: the lower id comes first. */
+Test(sample, zeros_of_both_signs_tie)
+{
+    const float x[] = {-1, -0.0f, 0.0f, -0.0f, -3};
+    for (const char *const *isa = isas(); *isa; isa++) {
+        rig r = rig_of(*isa);
+        bg_slot slot = {.sampling = greedy};
+        slot.sampling.n_logprobs = 3;
+        bg_sampled got;
+        bg_sample_row(r.s, r.k, x, 5, &slot, &got);
+        cr_expect_eq(got.token, 1);
+        for (int i = 0; i < 3; i++)
+            cr_expect_eq(got.top[i].token, i + 1, "%s: %d at %d", *isa, got.top[i].token, i);
+        bg_backend_free(r.b);
+    }
+}
+
 /* Vocabularies so flat that the nucleus is large, and all equal logits. */
 Test(sample, flat_distributions)
 {
     float *x = malloc(MOST * sizeof *x);
     double *changed = malloc(MOST * sizeof *changed);
     rig r = rig_of(NULL);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 24; i++) {
         for (int j = 0; j < 30000; j++)
-            x[j] = i < 3 ? 2.0f : normal(9, (uint64_t)j) * 0.01f;
+            x[j] = i % 6 < 3 ? 2.0f : normal(9, (uint64_t)j) * 0.01f;
         bg_slot slot = {.sampling = greedy};
         slot.sampling.temperature = 1;
         slot.sampling.seed = (uint64_t)i;
-        slot.sampling.top_p = i % 3 == 0 ? 0.4f : 1;
+        slot.sampling.top_p = i % 3 == 0 ? 0.4f / (float)(1 + i * i) : i % 3 == 1 ? 1 : 0.9f;
         slot.sampling.top_k = i % 3 == 1 ? 20000 : 0;
         bg_sampled got;
         bg_sample_row(r.s, r.k, x, 30000, &slot, &got);

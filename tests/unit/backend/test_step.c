@@ -234,8 +234,7 @@ Test(step, a_backend_asked_for_the_impossible)
     bg_backend_free(NULL);
 }
 
-/* ---- logits over ranks
- * ---------------------------------------------------------------------------- */
+/* ---- logits over ranks ----------------------------------------------------------------------- */
 
 enum { VOCAB = 333, D = 64, OUT = 19, MAX_RANKS = 3 };
 

@@ -72,7 +72,7 @@ bg_status bg_comm_shm_join(bg_comm **c, void *memory, int rank, int n_ranks, siz
     bg_comm *n = calloc(1, sizeof *n);
     if (!n) return bg_fail(err, BG_NOMEM, "communicator: out of memory");
     n->gate = memory;
-    n->slots = (float *)((char *)memory + sizeof(gate));
+    n->slots = (float *)(n->gate + 1);
     n->slot_floats = slot_floats_of(max_floats);
     n->max_floats = max_floats;
     n->rank = rank;

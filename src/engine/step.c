@@ -229,7 +229,7 @@ bg_status bg_msg_get_result(const void *msg, size_t n, bg_msg_result *head, bg_s
                        (int)h.kind, (int)h.n, (int)room);
     *head = (bg_msg_result){h.n, h.number, h.step_ns};
     for (int32_t i = 0; i < h.n; i++) {
-        sampled_head sh;
+        sampled_head sh = {0};
         const void *q = get(&at, &n, 1, sizeof sh);
         if (q) memcpy(&sh, q, sizeof sh);
         const bg_top *top =

@@ -83,7 +83,7 @@ bool bg_kv_int(const bg_kv *kv, uint64_t i, int64_t *v)
         *v = *p;
         return true;
     case BG_KV_I8:
-        *v = (int8_t)*p;
+        *v = (int8_t)*p; // NOLINT(bugprone-signed-char-misuse): a number, no character
         return true;
     case BG_KV_BOOL:
         *v = *p != 0;

@@ -210,7 +210,8 @@ static void q3_k(const float *x, uint8_t *b)
         *high = (uint8_t)(*high | (v >> 4) << 2 * (k / 4));
     }
     for (int i = 0; i < 256; i++) {
-        int v = nearest(x[i] * inverse(d * (float)sc[i / 16]), -4, 3) + 4;
+        const int scale = sc[i / 16];
+        int v = nearest(x[i] * inverse(d * (float)scale), -4, 3) + 4;
         uint8_t *q = &b[32 + 32 * (i / 128) + i % 32], *high = &b[i % 32];
         *q = (uint8_t)(*q | (v & 3) << 2 * (i % 128 / 32));
         *high = (uint8_t)(*high | (v >> 2) << i / 32);
@@ -224,7 +225,8 @@ static void q6_k(const float *x, uint8_t *b)
     for (int k = 0; k < 16; k++)
         b[192 + k] = (uint8_t)sc[k];
     for (int i = 0; i < 256; i++) {
-        int v = nearest(x[i] * inverse(d * (float)sc[i / 16]), -32, 31) + 32;
+        const int scale = sc[i / 16];
+        int v = nearest(x[i] * inverse(d * (float)scale), -32, 31) + 32;
         int n = i / 128, j = i % 128 / 32, l = i % 32;
         uint8_t *low = &b[64 * n + 32 * (j & 1) + l], *high = &b[128 + 32 * n + l];
         *low = (uint8_t)(*low | (v & 15) << 4 * (j >> 1));
@@ -260,9 +262,10 @@ static void iq4_xs(const float *x, uint8_t *b)
     }
     b[2] = (uint8_t)high;
     b[3] = (uint8_t)(high >> 8);
-    for (int i = 0; i < 256; i++)
-        put_nibble(b + 8 + 16 * (i / 32), i % 32,
-                   nearest_of(nl, x[i] * inverse(d * (float)sc[i / 32])));
+    for (int i = 0; i < 256; i++) {
+        const int scale = sc[i / 32];
+        put_nibble(b + 8 + 16 * (i / 32), i % 32, nearest_of(nl, x[i] * inverse(d * (float)scale)));
+    }
 }
 
 static void mxfp4(const float *x, uint8_t *b)

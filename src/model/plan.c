@@ -19,7 +19,7 @@ static int64_t gcd(int64_t a, int64_t b)
 
 static int64_t lcm(int64_t a, int64_t b)
 {
-    return a / gcd(a, b) * b;
+    return a / gcd(a, b) * b; // NOLINT(clang-analyzer-core.DivideZero): a and b are positive
 }
 
 /* Values along K between which the tensors of a role may be cut, in every layer. */
@@ -78,7 +78,8 @@ bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int ran
     if (tp < 1 || tp > 1024 || rank < 0 || rank >= tp)
         return bg_fail(err, BG_ARG, "rank %d of %d: tensor parallelism goes from 1 to 1024", rank,
                        tp);
-    const int64_t o_block = k_block(d, g, ROLE_O), heads = o_block / gcd(o_block, d->v_dim);
+    const int64_t o_block = k_block(d, g, ROLE_O), heads = lcm(o_block, d->v_dim) / d->v_dim;
+    // NOLINTNEXTLINE(clang-analyzer-core.DivideZero): blocks and dimensions are positive
     const int64_t head_units = d->n_heads / heads;
     s->head0 = (int)((head_units * rank + tp - 1) / tp * heads);
     s->n_heads = (int)((head_units * (rank + 1) + tp - 1) / tp * heads) - s->head0;

@@ -78,6 +78,7 @@ static void tensor_name(bg_role r, int layer, char *name, size_t size)
     if (r < ROLE_ATTN_NORM)
         snprintf(name, size, "%s", roles[r].name);
     else
+        // cppcheck-suppress arrayIndexOutOfBoundsCond ; r is a role
         snprintf(name, size, "blk.%d.%s", layer, roles[r].name);
 }
 

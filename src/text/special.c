@@ -52,7 +52,7 @@ bg_status bg_special_new(bg_special **special, const bg_vocab *v, bg_error *err)
     if (bytes > INT32_MAX)
         return bg_fail(err, BG_FORMAT, "vocabulary: %zu bytes of special tokens, too many", bytes);
     bg_special *s = calloc(1, sizeof *s);
-    node *nodes = malloc(bytes * sizeof *nodes);
+    node *nodes = calloc(bytes, sizeof *nodes);
     if (!s || !nodes) {
         free(s);
         free(nodes);

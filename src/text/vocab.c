@@ -176,7 +176,7 @@ void bg_vocab_plain_bytes(const bg_vocab *v, int32_t id, bg_buf *out)
     case BG_TOKEN_BYTE:
         if (t.n == 6 && memcmp(t.p, "<0x", 3) == 0 && hex(t.p[3]) >= 0 && hex(t.p[4]) >= 0 &&
             t.p[5] == '>')
-            bg_buf_char(out, (char)(hex(t.p[3]) << 4 | hex(t.p[4])));
+            bg_buf_char(out, (char)(16 * hex(t.p[3]) + hex(t.p[4])));
         else
             bg_buf_add(out, t.p, t.n);
         return;

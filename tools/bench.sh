@@ -21,6 +21,7 @@ if [ -z "$models" ]; then
 fi
 printf '%-34s %-28s %8s %8s %8s %9s\n' model program 'b 1' 'b 8' 'b 32' 'prefill'
 for m in $models; do
+    m=$(realpath "$m")
     name=$(basename "$m" .gguf)
     "$build/batchgen" bench -m "$m" --threads "$threads" --batch 1,8,32 -p 128 -g 64 --json |
         python3 -c '
@@ -29,7 +30,7 @@ r = json.load(sys.stdin)["rows"]
 print("%-34s %-28s %8.1f %8.1f %8.1f %9.0f" % (sys.argv[1], "batchgen", *[x["decode_tokens_per_second"] for x in r],
       max(x["prefill_tokens_per_second"] for x in r)))' "$name"
     for p in ${PEERS:-}; do
-        "$p" -m "$m" -c 8192 -b 2048 -ub 512 -npp 128 -ntg 64 -npl 1,8,32 -t "$threads" 2>/dev/null |
+        (cd "$dir" && "$p" -m "$m" -c 8192 -b 2048 -ub 512 -npp 128 -ntg 64 -npl 1,8,32 -t "$threads" 2>&1) |
             python3 -c '
 import sys
 d = {}

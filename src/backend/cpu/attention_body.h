@@ -224,7 +224,7 @@ typedef struct work {
  * returns the largest. */
 SIMD float finish_scores(const bg_attend *a, float *s, int lo, int hi)
 {
-    vf iota, most = vf_set(-INFINITY);
+    vf iota = {0}, most = vf_set(-INFINITY);
     const vf scale = vf_set(a->scale);
     for (int i = 0; i < VW; i++)
         iota[i] = (float)i;

@@ -250,7 +250,7 @@ static bool is_halves(int start)
 }
 
 /* Lays the activations of n_rows rows out in memory at base; returns the bytes they take. */
-static size_t lay_out(const bg_linear *l, lin_acts *a, uint8_t *base, int64_t n_rows)
+static size_t lay_out(const bg_linear *l, lin_acts *a, uintptr_t base, int64_t n_rows)
 {
     const size_t n = (size_t)n_rows * (size_t)(l->n_cols / LIN_BLOCK);
     size_t at = 0;
@@ -288,7 +288,7 @@ static lin_acts tile_acts(const bg_linear *l, const lin_acts *all, int64_t t)
 size_t bg_cpu_linear_scratch(const bg_linear *l, int64_t max_rows)
 {
     lin_acts a;
-    return lay_out(l, &a, NULL, max_rows);
+    return lay_out(l, &a, 0, max_rows);
 }
 
 /* ---- running -----------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ void bg_cpu_linear_run(const bg_linear *l, float *out, int64_t out_stride, const
 {
     if (n_rows <= 0 || !l->n_rows) return;
     struct run_job job = {l, out, out_stride, x, x_stride, n_rows, pool, {0}, false};
-    if (l->integer) lay_out(l, &job.acts, scratch, n_rows);
+    if (l->integer) lay_out(l, &job.acts, (uintptr_t)scratch, n_rows);
     if (l->n_rows * (l->n_cols + 1) <= SOLO_MACS / n_rows) {
         run_thread(&job, 0, 1);
         return;

@@ -165,7 +165,7 @@ LIN_INLINE void lin_unpack_format(float (*panel)[LIN_ROWS], lin_format format,
     const lin_format_info *f = &lin_formats[format];
     int16_t w[LIN_BLOCK][LIN_ROWS];
     float d[LIN_ROWS], m[LIN_ROWS] = {0};
-    lin_super s;
+    lin_super s = {0};
     if (f->scale_cols == LIN_SUPER) lin_super_scales(&s, format, scales);
     for (int b = 0; b < n / LIN_BLOCK; b++, quants += f->quant_bytes, panel += LIN_BLOCK) {
         lin_decode(w, format, quants);

@@ -13,6 +13,7 @@ bg_status bg_signals_block(bg_signals *s, bg_error *err)
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         sigaddset(&set, numbers[i]);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a file size limit is then an error of write() */
     pthread_sigmask(SIG_BLOCK, &set, &s->before);
     s->fd = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     return s->fd < 0 ? bg_fail_os(err, "cannot make a signal descriptor") : BG_OK;

@@ -2,8 +2,8 @@
  *
  * The first SIGTERM, SIGINT or SIGUSR1 asks for an orderly stop; a second SIGINT or SIGTERM ends
  * the process at once with 128 + its number (what was committed stays). SIGQUIT asks for a status
- * line, SIGHUP for the log file to be reopened; SIGPIPE is ignored. Block before the first thread
- * or child exists. */
+ * line, SIGHUP for the log file to be reopened; SIGPIPE and SIGXFSZ are ignored. Block before the
+ * first thread or child exists. */
 #ifndef BG_JOB_SIGNALS_H
 #define BG_JOB_SIGNALS_H
 

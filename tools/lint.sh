@@ -1,5 +1,5 @@
 #!/bin/sh
-# lint.sh - formatting, include borders, cppcheck, clang-tidy, gcc -fanalyzer.
+# lint.sh - formatting, include borders, cppcheck, clang-tidy.
 set -u
 bad=0
 say() { echo "lint: $*"; }
@@ -40,10 +40,16 @@ cppcheck --quiet --std=c11 --enable=warning,portability --inline-suppr --error-e
     say cppcheck
     bad=1
 }
-# shellcheck disable=SC2046
-for f in $(git ls-files 'src/*.c' | grep -vE '_(avx2|avx512|vnni)\.c$'); do
-    clang-tidy --quiet --warnings-as-errors='*' "$f" -- -std=c17 -D_GNU_SOURCE -DBG_VERSION='""' -Isrc 2>/dev/null |
-        grep -E 'error:|warning:' && bad=1
-done
+# Two files at a time. The kernels of other instruction sets need flags of their own: the compiler sees them.
+git ls-files 'src/*.c' | grep -vE '_(avx2|avx512|vnni)\.c$' |
+    xargs -P 2 -I{} clang-tidy --quiet --warnings-as-errors='*' {} -- -std=c17 -D_GNU_SOURCE \
+        -DBG_VERSION='""' -Isrc >/tmp/tidy.$$ 2>/dev/null || {
+    grep -E 'error:|warning:' /tmp/tidy.$$ | sort -u
+    say clang-tidy
+    bad=1
+}
+rm -f /tmp/tidy.$$
+
+# No gcc -fanalyzer: in gcc 12 it takes what a caller's struct holds (r->stops = calloc(..)) for a leak.
 [ "$bad" = 0 ] && say clean
 exit $bad

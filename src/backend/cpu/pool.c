@@ -14,10 +14,10 @@
 
 enum {
     LINE = 64,
-    SPINS = 4000,       /* looks before a sleep, some 50 us or more: longer than the gap between ops */
+    SPINS = 4000, /* looks before a sleep, some 50 us or more: longer than the gap between ops */
     SPINS_CROWDED = 20, /* more threads than processors: the awaited one may need this very core */
     YIELD_AFTER = 400,  /* looks without giving way: most waits end here */
-    YIELD_EVERY = 32,   /* then now and again, as the awaited thread may share this core after all */
+    YIELD_EVERY = 32, /* then now and again, as the awaited thread may share this core after all */
 };
 
 /* A word that threads wait for. `sleepers` lets the side that changes it skip the system call. */

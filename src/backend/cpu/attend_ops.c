@@ -96,22 +96,25 @@ static void store_rows(void *ctx, int thread, int n_threads)
         const float *q = job->qkv + r * job->qkv_cols;
         const float *k = q + (int64_t)p->n_heads * p->head_dim;
         const float *v = k + (int64_t)n_kv * p->head_dim;
-        for (int h = 0; h < p->n_heads; h++)
-            norm_and_rotate(job, r, job->q_out + r * job->q_cols + (int64_t)h * p->head_dim,
-                            q + (int64_t)h * p->head_dim, p->q_norm);
         const int pos = c->row_pos[r];
         const size_t block = (size_t)c->seqs[c->row_seq[r]].blocks[pos / bt];
         const size_t column = (size_t)(pos % bt);
         const size_t head0 =
             ((size_t)p->layer * (size_t)cache->spec.n_blocks + block) * (size_t)n_kv;
+        char *keys = cache->k + head0 * cache->k_head_bytes + column * elem;
+        char *values =
+            cache->v + head0 * cache->v_head_bytes + column * (size_t)cache->v_stride * elem;
+        /* A key is a column: one line of memory a dimension. They come while q is worked on. */
+        for (int d = 0; d < n_kv * p->head_dim; d++)
+            __builtin_prefetch(keys + (size_t)d * (size_t)cache->lanes * elem, 1);
+        for (int h = 0; h < p->n_heads; h++)
+            norm_and_rotate(job, r, job->q_out + r * job->q_cols + (int64_t)h * p->head_dim,
+                            q + (int64_t)h * p->head_dim, p->q_norm);
         for (int h = 0; h < n_kv; h++) {
             norm_and_rotate(job, r, key, k + (int64_t)h * p->head_dim, p->k_norm);
-            c->kernels->store_column(
-                type, cache->k + (head0 + (size_t)h) * cache->k_head_bytes + column * elem,
-                cache->lanes, key, p->head_dim);
-            c->kernels->store(type,
-                              cache->v + (head0 + (size_t)h) * cache->v_head_bytes +
-                                  column * (size_t)cache->v_stride * elem,
+            c->kernels->store_column(type, keys + (size_t)h * cache->k_head_bytes, cache->lanes,
+                                     key, p->head_dim);
+            c->kernels->store(type, values + (size_t)h * cache->v_head_bytes,
                               v + (int64_t)h * p->v_dim, p->v_dim);
         }
     }

@@ -25,6 +25,13 @@ enum {
     VALUE_VECTORS = sizeof(vf) == 64 ? 4 : 2,
 };
 
+/* The next block is fetched into the second-level cache: the first has too few places for lines
+ * that are under way to keep up with memory. */
+SIMD void fetch_ahead(const char *p)
+{
+    __builtin_prefetch(p, 0, 2);
+}
+
 /* Scores of n_rows query vectors (constant, <= SCORE_ROWS) against n_vec vectors of keys. */
 SIMD void score_tile(const int n_rows, const int n_vec, bg_cache_type type, const float *q,
                      int head_dim, const char *k, const char *next, size_t key_bytes, float *s,
@@ -44,7 +51,7 @@ SIMD void score_tile(const int n_rows, const int n_vec, bg_cache_type type, cons
 #pragma GCC unroll 2
             for (int n = 0; n < n_vec; n++)
                 key[n] = vf_load_cache(type, k + (size_t)d * key_bytes + (size_t)n * vec_bytes);
-            if (next) __builtin_prefetch(next + (size_t)d * key_bytes);
+            if (next) fetch_ahead(next + (size_t)d * key_bytes);
 #pragma GCC unroll 8
             for (int r = 0; r < n_rows; r++) {
                 vf qd = vf_set(q[(size_t)r * (size_t)head_dim + (size_t)d]);
@@ -83,9 +90,8 @@ SIMD void value_tile(const int n_rows, const int n_vec, bg_cache_type type, cons
         for (int n = 0; n < n_vec; n++)
             value[n] = vf_load_cache(type, vj + (size_t)n * vec_bytes);
         if (next) {
-            __builtin_prefetch(next + (size_t)j * value_bytes);
-            if ((size_t)n_vec * vec_bytes > 64)
-                __builtin_prefetch(next + (size_t)j * value_bytes + 64);
+            fetch_ahead(next + (size_t)j * value_bytes);
+            if ((size_t)n_vec * vec_bytes > 64) fetch_ahead(next + (size_t)j * value_bytes + 64);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < n_rows; r++) {
@@ -195,7 +201,7 @@ SIMD void widen_as(bg_cache_type type, float *dst, const char *src, const char *
 {
     const size_t elem = cache_elem_bytes(type);
     for (size_t i = 0; i < n; i += BG_LANES) {
-        __builtin_prefetch(next + i * elem);
+        fetch_ahead(next + i * elem);
 #pragma GCC unroll 4
         for (int w = 0; w < BG_LANES; w += VW)
             vf_store(dst + i + w, vf_load_cache(type, src + (i + (size_t)w) * elem));

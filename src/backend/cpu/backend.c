@@ -109,18 +109,16 @@ static bg_status cpu_vec_new(bg_backend *b, bg_vec *v, const char *name, const f
     return BG_OK;
 }
 
-/* Room for one more pointer in a list. */
+/* Room for one more pointer in the array that *list points to. */
 static bg_status grow(void *list, size_t n, size_t *cap, bg_error *err)
 {
-    void **old;
-    memcpy(&old, list, sizeof old);
+    void ***array = list; /* pointers to all objects look alike here */
     if (n < *cap) return BG_OK;
     const size_t more = *cap ? 2 * *cap : 64;
-    void **p = realloc(old, more * sizeof *p);
+    void **p = realloc(*array, more * sizeof *p);
     if (!p) return bg_fail(err, BG_NOMEM, "out of memory for %zu weights", more);
-    memcpy(list, &p, sizeof p);
+    *array = p;
     *cap = more;
-    // cppcheck-suppress memleak ; the list has p
     return BG_OK;
 }
 

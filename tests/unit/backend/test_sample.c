@@ -271,8 +271,8 @@ Test(sample, bias_bans_and_penalties)
             const int want = reference(x, VOCAB, &slot, changed);
             cr_expect_eq(got.token, want, "%s, round %d: %d, want %d", *isa, (int)i, got.token,
                          want);
-            cr_expect_neq(got.token, bias[0].token);
-            if (slot.n_generated < 20) cr_expect_neq(got.token, stop[0]);
+            cr_expect(got.token != bias[0].token);
+            if (slot.n_generated < 20) cr_expect(got.token != stop[0]);
             moved += got.token != plain.token;
 
             double total = 0, max = -INFINITY;
@@ -284,7 +284,7 @@ Test(sample, bias_bans_and_penalties)
             for (int j = 0; j < VOCAB; j++)
                 cr_assert_eq(r.s->count[j], 0);
         }
-        cr_expect_gt(moved, 100);
+        cr_expect(moved > 100);
         bg_backend_free(r.b);
     }
 }

@@ -127,6 +127,7 @@ bg_status bg_engine_new_tuned(bg_engine **out, bg_ranks *r, const bg_engine_conf
                               .max_model_len = rc->max_model_len,
                               .window = c->window,
                               .prefix_cache = c->prefix_cache,
+                              .greedy = e->tuning.greedy,
                               .eog = e->eog,
                               .n_eog = c->n_eog};
         st = bg_sched_new(&e->sched, &sc, err);
@@ -330,11 +331,21 @@ static void report_finish(bg_engine *e, const bg_seq *q, bg_finish finish)
     report(e, &ev, 1);
 }
 
+static bg_engine_stats current_stats(const bg_engine *e)
+{
+    bg_engine_stats s = {.restarts = e->restarts, .busy_ns = e->busy_ns};
+    bg_sched_add_stats(e->sched, &s);
+    return s;
+}
+
 /* Frees sequences that are over; after their last event was reported. */
 static void retire(bg_engine *e, bg_seq *list)
 {
     if (!list) return;
+    bg_engine_stats now = current_stats(e);
     pthread_mutex_lock(&e->lock);
+    now.n_waiting += e->n_inbox;
+    e->shown = now; /* who waits for the last sequence finds it counted */
     for (bg_seq *q = list; q; q = q->next) {
         bg_seq **at = &e->by_id[q->id & e->id_mask];
         while (*at != q)
@@ -368,8 +379,7 @@ static void retire_done(bg_engine *e)
 
 static void publish(bg_engine *e)
 {
-    bg_engine_stats s = {.restarts = e->restarts, .busy_ns = e->busy_ns};
-    bg_sched_add_stats(e->sched, &s);
+    bg_engine_stats s = current_stats(e);
     int n_new = bg_sched_n_new(e->sched);
     pthread_mutex_lock(&e->lock);
     e->shown = s;

@@ -9,6 +9,7 @@ enum { BG_ENGINE_MAX_DEPTH = 2 };
 typedef struct bg_engine_tuning {
     int depth;       /* steps in flight, 1 to BG_ENGINE_MAX_DEPTH */
     int64_t hang_ns; /* ranks that do not get on for so long count as dead */
+    bool greedy;     /* see bg_sched_config */
 } bg_engine_tuning;
 
 /* NULL: the defaults, which bg_engine_new() takes. */

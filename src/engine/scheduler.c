@@ -431,7 +431,7 @@ static bg_load load_of(const bg_sched *s, const bg_seq *q, int32_t n_shared)
         if (expected < made / 2 + 16) expected = made / 2 + 16; /* it already went on for longer */
         if (expected < left) left = expected;
     }
-    if (q->state == BG_SEQ_ENDING) left = 0;
+    if (q->state == BG_SEQ_ENDING || s->c.greedy) left = 0;
     return (bg_load){bg_seq_len(q) - n_shared * s->c.block_tokens, left};
 }
 

@@ -40,6 +40,7 @@ typedef struct bg_sched_config {
     int max_model_len;
     int window; /* for the rule of overtaking */
     bool prefix_cache;
+    bool greedy;        /* admit what fits now, whatever it grows to: tests of preemption */
     const int32_t *eog; /* not copied */
     size_t n_eog;
 } bg_sched_config;

@@ -172,6 +172,8 @@ static void fork_rank(bg_ranks *r, int rank)
         sigset_t none;
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, NULL);
+        /* The nursery stores it too, but perhaps only after the rank says that it is ready. */
+        atomic_store(&slot->pid, getpid());
         bg_rank_link link = link_of(r, rank);
         _exit(bg_rank_run(&r->c, r->ops, &link) ? 1 : 0);
     }

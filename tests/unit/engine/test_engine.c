@@ -3,6 +3,7 @@
 #include "engine/engine.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -51,6 +52,7 @@ struct job {
     seq_case *cases;
     uint64_t n_events, next_kill, rng;
     int n_kills;
+    atomic_bool *gate; /* not NULL: the sink waits until it is open */
 };
 
 static uint64_t roll(uint64_t *rng, uint64_t n)
@@ -61,6 +63,8 @@ static uint64_t roll(uint64_t *rng, uint64_t n)
 static void on_events(void *ctx, const bg_token_event *ev, int n)
 {
     job *j = ctx;
+    while (j->gate && !atomic_load(j->gate))
+        sched_yield();
     for (int i = 0; i < n; i++) {
         seq_case *c = ev[i].user;
         j->n_events++;
@@ -507,6 +511,50 @@ Test(engine, stop_and_a_second_engine)
             check_case(&j.cases[i], i);
         end(&j);
     }
+}
+
+/* Winding down: what runs goes on to its end, what never started is cancelled, nothing new is
+ * taken. */
+Test(engine, winding_down)
+{
+    setup s = {.tp = 1,
+               .n_blocks = 300,
+               .block_tokens = 16,
+               .max_num_seqs = 4,
+               .window = 100,
+               .max_batched_tokens = 64,
+               .depth = 2,
+               .threads = true,
+               .n_seqs = 60,
+               .max_tokens = 60};
+    job j;
+    bg_error err = {0};
+    atomic_bool gate = false;
+    start(&j, &s);
+    j.gate = &gate;
+    for (int i = 0; i < s.n_seqs; i++) {
+        make_case(&j, &j.cases[i], i);
+        if (i == s.n_seqs - 1) break;
+        cr_assert_eq(bg_engine_submit(j.engine, &j.cases[i].spec, &j.cases[i].id, &err), BG_OK);
+    }
+    bg_engine_wind_down(j.engine);
+    atomic_store(&gate, true);
+    seq_case *late = &j.cases[s.n_seqs - 1];
+    cr_assert_eq(bg_engine_submit(j.engine, &late->spec, &late->id, &(bg_error){0}), BG_BUSY);
+    cr_assert_eq(bg_engine_drain(j.engine, &err), BG_OK);
+    int n_whole = 0, n_cancelled = 0;
+    for (int i = 0; i < s.n_seqs - 1; i++) {
+        seq_case *c = &j.cases[i];
+        bool cancelled = c->got_finish == BG_FINISH_CANCEL;
+        if (cancelled)
+            cr_assert(c->n_got == 0 && c->n_last == 1);
+        else
+            check_case(c, i);
+        *(cancelled ? &n_cancelled : &n_whole) += 1;
+    }
+    cr_assert_gt(n_cancelled, 0);
+    cr_assert_eq(n_cancelled + n_whole, s.n_seqs - 1);
+    end(&j);
 }
 
 /* Kills the coordinator; nursery and ranks must be gone soon, though they were in the middle of

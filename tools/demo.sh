@@ -13,7 +13,11 @@ lz4 -dc "$out" | head -12 | python3 -c '
 import json, sys
 for line in sys.stdin:
     r = json.loads(line)
-    print("\n[%s]" % r.get("id", r["line"]), r.get("text", r).strip())'
+    if "custom_id" in r:  # an OpenAI batch line
+        texts = [c.get("text") or c["message"]["content"] for c in r["response"]["body"]["choices"]]
+    else:
+        texts = [r["text"]] if "text" in r else [c["text"] for c in r["choices"]]
+    print("\n[%s]" % (r.get("custom_id") or r["id"]), " | ".join(t.strip() for t in texts))'
 echo
 echo "The whole output: lz4 -dc $out"
 echo "Run the same command again and it says that there is nothing to do; kill it half-way and it goes on."

@@ -314,6 +314,7 @@ Test(engine, killed_ranks_change_nothing)
 /* The same on threads: ranks fail with an error now and then and are started again. */
 Test(engine, failing_ranks_change_nothing)
 {
+    uint64_t restarts = 0;
     for (uint64_t i = 300; i < 308; i++) {
         setup s = random_setup(i, true);
         s.tp = 2;
@@ -322,8 +323,11 @@ Test(engine, failing_ranks_change_nothing)
         if (s.max_batched_tokens < 32) s.max_batched_tokens = 32;
         if (s.max_tokens < 20) s.max_tokens = 20;
         s.n_seqs = 40;
-        cr_assert_gt(run(&s).restarts, 0);
+        restarts += run(&s).restarts;
     }
+    /* The fake's rank 0 does not wait for rank 1 and may have answered everything before it fails:
+     * not each job needs a restart. */
+    cr_assert_gt(restarts, 0);
 }
 
 Test(engine, a_hanging_rank_is_started_again)

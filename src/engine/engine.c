@@ -69,8 +69,7 @@ struct bg_engine {
     int64_t busy_ns, busy_since;
 };
 
-/* ---- making and freeing
- * --------------------------------------------------------------------------------- */
+/* ---- making and freeing ---------------------------------------------------------------------- */
 
 static bg_status allocate(bg_engine *e, bg_error *err)
 {
@@ -173,8 +172,7 @@ void bg_engine_free(bg_engine *e)
     free(e);
 }
 
-/* ---- any thread
- * ----------------------------------------------------------------------------------------- */
+/* ---- any thread ------------------------------------------------------------------------------ */
 
 /* Locked. The kick, too, is under the lock: an idle engine is not starting ranks anew, so the ring
  * is there. */
@@ -317,8 +315,7 @@ bg_status bg_engine_verify(bg_engine *e, bg_error *err)
     return BG_OK;
 }
 
-/* ---- the thread: events and ends
- * ------------------------------------------------------------------------ */
+/* ---- the thread: events and ends ------------------------------------------------------------- */
 
 static void report(bg_engine *e, const bg_token_event *events, int n)
 {
@@ -390,8 +387,7 @@ static void publish(bg_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
-/* ---- the thread: news in
- * -------------------------------------------------------------------------------- */
+/* ---- the thread: news in --------------------------------------------------------------------- */
 
 typedef struct news {
     bg_seq *added, *cancelled;
@@ -462,8 +458,7 @@ static bg_status handle_news(bg_engine *e, const news *n, bg_error *err)
     return BG_OK;
 }
 
-/* ---- the thread: steps out, answers in
- * ------------------------------------------------------------------ */
+/* ---- the thread: steps out, answers in ------------------------------------------------------- */
 
 static int depth(const bg_engine *e)
 {
@@ -575,8 +570,7 @@ static bg_status wait_idle(bg_engine *e, bg_error *err)
     return bg_fail(err, BG_INTERNAL, "an answer came and none was due");
 }
 
-/* ---- the thread: dead ranks
- * ----------------------------------------------------------------------------- */
+/* ---- the thread: dead ranks ------------------------------------------------------------------ */
 
 static bool is_stopping(void *ctx)
 {
@@ -615,8 +609,7 @@ static bg_status recover(bg_engine *e, bg_error *why)
     }
 }
 
-/* ---- the thread
- * ----------------------------------------------------------------------------------------- */
+/* ---- the thread ------------------------------------------------------------------------------ */
 
 /* One turn: news in, steps out, one answer in. */
 static bg_status turn(bg_engine *e, bool *stop, bg_error *err)

@@ -75,8 +75,7 @@ void bg_ranks_stop(bg_ranks *r);
 pid_t bg_ranks_pid(const bg_ranks *r, int rank); /* for tests and status; 0: not running */
 uint64_t bg_ranks_memory(const bg_ranks *r);     /* bytes on the devices, all ranks */
 
-/* ---- requests
- * ------------------------------------------------------------------------------------- */
+/* ---- requests -------------------------------------------------------------------------------- */
 
 typedef enum bg_finish {
     BG_FINISH_NONE = 0,

@@ -118,8 +118,7 @@ void bg_sched_free(bg_sched *s)
     free(s);
 }
 
-/* ---- waiting
- * -------------------------------------------------------------------------------------- */
+/* ---- waiting --------------------------------------------------------------------------------- */
 
 static int32_t blocks_for(const bg_sched *s, int32_t n_tokens)
 {
@@ -243,8 +242,7 @@ static void remove_waiting(bg_sched *s, bg_seq *q)
     q->older = q->newer = NULL;
 }
 
-/* ---- running and returning: short arrays by seniority
- * ---------------------------------------------- */
+/* ---- running and returning: short arrays by seniority ---------------------------------------- */
 
 static void insert_by_seniority(bg_seq **list, int *n, bg_seq *q)
 {
@@ -355,8 +353,7 @@ void bg_sched_restart(bg_sched *s)
     if (s->prefix) bg_prefix_reset(s->prefix);
 }
 
-/* ---- blocks
- * --------------------------------------------------------------------------------------- */
+/* ---- blocks ---------------------------------------------------------------------------------- */
 
 static bool take_blocks(bg_sched *s, int32_t n, int32_t *blocks)
 {
@@ -398,8 +395,7 @@ static void chain_full_blocks(bg_sched *s, bg_seq *q)
     }
 }
 
-/* ---- will the blocks last?
- * -------------------------------------------------------------------------- */
+/* ---- will the blocks last? ------------------------------------------------------------------- */
 
 static int by_remaining(const void *pa, const void *pb)
 {
@@ -462,8 +458,7 @@ static int running_loads(bg_sched *s, int32_t *n_base)
     return s->n_running;
 }
 
-/* ---- prefill
- * -------------------------------------------------------------------------------------- */
+/* ---- prefill --------------------------------------------------------------------------------- */
 
 static bg_seq *next_to_admit(const bg_sched *s)
 {
@@ -590,8 +585,7 @@ static bg_status plan_prefill(bg_sched *s, bg_plan *p, bg_error *err)
     return BG_OK;
 }
 
-/* ---- decode
- * --------------------------------------------------------------------------------------- */
+/* ---- decode ---------------------------------------------------------------------------------- */
 
 static bool decodes(const bg_seq *q)
 {
@@ -637,8 +631,7 @@ static void plan_decode(bg_sched *s, bg_plan *p)
     }
 }
 
-/* ---- the step
- * ------------------------------------------------------------------------------------- */
+/* ---- the step -------------------------------------------------------------------------------- */
 
 bg_status bg_sched_plan(bg_sched *s, bg_plan *p, bg_plan_kind *kind, bg_error *err)
 {
@@ -705,8 +698,7 @@ bg_status bg_sched_apply(bg_sched *s, const bg_plan *p, const bg_sampled *sample
     return BG_OK;
 }
 
-/* ---- numbers
- * -------------------------------------------------------------------------------------- */
+/* ---- numbers --------------------------------------------------------------------------------- */
 
 int bg_sched_n_new(const bg_sched *s)
 {

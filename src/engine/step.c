@@ -53,8 +53,7 @@ static const void *get(const unsigned char **at, size_t *left, int64_t count, si
     return p;
 }
 
-/* ---- seat
- * ----------------------------------------------------------------------------------------- */
+/* ---- seat ------------------------------------------------------------------------------------ */
 
 size_t bg_msg_seat_bytes(const bg_msg_seat *s)
 {
@@ -129,8 +128,7 @@ bg_status bg_msg_get_seat(const void *msg, size_t n, bg_msg_seat *s, bg_error *e
     return BG_OK;
 }
 
-/* ---- step and stop
- * ---------------------------------------------------------------------------------- */
+/* ---- step and stop --------------------------------------------------------------------------- */
 
 size_t bg_msg_step_bytes(int32_t n_seqs, int64_t n_blocks)
 {
@@ -189,8 +187,7 @@ bg_status bg_msg_next_entry(bg_msg_step *s, bg_msg_entry *e, bg_error *err)
     return BG_OK;
 }
 
-/* ---- result
- * --------------------------------------------------------------------------------------- */
+/* ---- result ---------------------------------------------------------------------------------- */
 
 size_t bg_msg_result_max_bytes(int32_t n)
 {

@@ -64,8 +64,7 @@ struct bg_ranks {
     uint64_t last_beats;
 };
 
-/* ---- the shared map
- * --------------------------------------------------------------------------------- */
+/* ---- the shared map -------------------------------------------------------------------------- */
 
 static bg_ring *down_ring(const bg_ranks *r, int rank)
 {
@@ -137,8 +136,7 @@ static bg_rank_link link_of(bg_ranks *r, int rank)
                           .max_message = r->max_message};
 }
 
-/* ---- in the nursery and in a rank: processes without threads
- * ------------------------------------------ */
+/* ---- in the nursery and in a rank: processes without threads --------------------------------- */
 
 static void close_from(unsigned first)
 {
@@ -258,8 +256,7 @@ _Noreturn static void run_nursery(bg_ranks *r, int command, pid_t coordinator)
     _exit(0);
 }
 
-/* ---- the coordinator: processes
- * ----------------------------------------------------------------------- */
+/* ---- the coordinator: processes -------------------------------------------------------------- */
 
 static bg_status command_nursery(bg_ranks *r, char cmd, bg_error *err)
 {
@@ -323,8 +320,7 @@ static bg_status start_nursery(bg_ranks *r, bg_error *err)
     return BG_OK;
 }
 
-/* ---- the coordinator: threads, for tests
- * -------------------------------------------------------------- */
+/* ---- the coordinator: threads, for tests ----------------------------------------------------- */
 
 static void *thread_main(void *arg)
 {
@@ -357,8 +353,7 @@ static void join_threads(bg_ranks *r)
     }
 }
 
-/* ---- start, stop, restart
- * ------------------------------------------------------------------------------- */
+/* ---- start, stop, restart -------------------------------------------------------------------- */
 
 static bg_status check_config(const bg_rank_config *c, bg_error *err)
 {
@@ -474,8 +469,7 @@ bg_status bg_ranks_restart(bg_ranks *r, bg_error *err)
     return command_nursery(r, 'S', err);
 }
 
-/* ---- watching
- * ------------------------------------------------------------------------------------------- */
+/* ---- watching -------------------------------------------------------------------------------- */
 
 static bg_status rank_failure(const bg_ranks *r, int rank, bg_error *err)
 {
@@ -577,8 +571,7 @@ bg_status bg_ranks_wait_ready(bg_ranks *r, void (*progress)(void *, uint64_t don
     }
 }
 
-/* ---- the rest
- * -------------------------------------------------------------------------------------------- */
+/* ---- the rest -------------------------------------------------------------------------------- */
 
 bg_status bg_ranks_send(bg_ranks *r, const void *msg, size_t n, bg_error *err)
 {

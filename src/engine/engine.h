@@ -94,7 +94,7 @@ typedef struct bg_seq_spec {
         *regained; /* output tokens of an earlier run to continue from; may be NULL; copied */
     int n_regained;
     int max_tokens; /* >= 1, regained ones included */
-    bool ignore_eos;
+    bool ignore_eos; /* end-of-generation ids do not end it, even if stop_ids lists them */
     bg_sampling sampling; /* copied with its arrays */
 } bg_seq_spec;
 

@@ -93,8 +93,8 @@ typedef struct bg_seq_spec {
     const int32_t
         *regained; /* output tokens of an earlier run to continue from; may be NULL; copied */
     int n_regained;
-    int max_tokens; /* >= 1, regained ones included */
-    bool ignore_eos; /* end-of-generation ids do not end it, even if stop_ids lists them */
+    int max_tokens;       /* >= 1, regained ones included */
+    bool ignore_eos;      /* end-of-generation ids do not end it, even if stop_ids lists them */
     bg_sampling sampling; /* copied with its arrays */
 } bg_seq_spec;
 

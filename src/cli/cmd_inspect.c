@@ -88,7 +88,7 @@ static void print_types(const bg_gguf *g)
     }
 }
 
-static void print_plan(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p)
+static void print_plan(const bg_text_model *m, const bg_memory_plan *p)
 {
     static const char *const cache[] = {"f16", "bf16", "f32"};
     const bg_desc *d = &m->desc;
@@ -120,7 +120,6 @@ static void print_plan(const bg_job *job, const bg_text_model *m, const bg_memor
                s.n_heads, s.kv_head0, s.n_kv_heads, s.ff0, s.n_ff, (long long)s.vocab0,
                (long long)s.n_vocab, a, b, c);
     }
-    (void)job;
 }
 
 static void print_json(const bg_text_model *m, const bg_memory_plan *p)
@@ -185,7 +184,7 @@ int bg_cmd_inspect(const bg_job *job)
             print_tensors(m.gguf);
             print_types(m.gguf);
         }
-        print_plan(job, &m, &p);
+        print_plan(&m, &p);
     }
     bg_text_model_close(&m);
     return st ? bg_report(&err) : BG_EXIT_OK;

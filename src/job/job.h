@@ -66,7 +66,7 @@ typedef struct bg_job {
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
     bool special, ids, bos;
-    char *text, *api;
+    char *text;
     bool help;
 } bg_job;
 

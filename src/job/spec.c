@@ -49,7 +49,6 @@ void bg_job_release(bg_job *job)
         }
         if (bg_options[i].type == BG_OPT_LIST) bg_strings_release(p);
     }
-    free(job->api);
     *job = (bg_job){0};
 }
 

@@ -37,11 +37,18 @@ void bg_strings_release(bg_strings *s);
 /* Values of choice options, as indices into the table's choice lists. */
 enum { BG_KV_CHOICE_AUTO, BG_KV_CHOICE_F16, BG_KV_CHOICE_BF16, BG_KV_CHOICE_F32 };
 enum { BG_COLOR_AUTO, BG_COLOR_ALWAYS, BG_COLOR_NEVER };
+enum { BG_INPUT_REFUSE, BG_INPUT_MATCH };
 
 typedef struct bg_job {
     /* what to do */
     bg_strings inputs;
     char *output, *model, *job_file, *served_name, *chat_template, *summary, *log_file;
+    char *error_file;    /* error results go there; NULL: into the output */
+    int64_t limit;       /* only the first records; 0: all */
+    double sample;       /* share of the records to run */
+    char *shard;         /* "2/4", "auto", or NULL: as given */
+    int64_t shard_index; /* from it: records r with r % shard_count == shard_index */
+    int64_t shard_count; /* 0: no shards */
     /* generation defaults for records that say nothing */
     double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     int64_t top_k, max_tokens, min_tokens, seed;
@@ -55,18 +62,25 @@ typedef struct bg_job {
     char *isa;
     /* input and output */
     int64_t max_line, text_threads;
-    bool overwrite, strict, strict_model;
+    int64_t max_nesting, max_prompt_tokens, max_n, max_result, template_steps; /* 0: no limit */
+    bool overwrite, strict, strict_model, retry_failed, ordered;
+    int on_input_change;
+    int64_t max_failed; /* -1: any number */
     int64_t commit_bytes;
-    double commit_interval, grace;
+    double commit_interval, grace, time_limit, wait; /* seconds; time_limit 0: none */
     /* talking to people */
     bool quiet, json;
     double progress;
-    int color, log_level;
+    int color, log_level, log_format; /* bg_log_format */
+    char *metrics_file, *notify;
+    char *notify_socket; /* systemd's NOTIFY_SOCKET; NULL: none */
+    int64_t watchdog_us; /* its WATCHDOG_USEC; 0: none */
     /* other commands */
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
     bool special, ids, bos;
     char *text;
+    bg_strings fields;
     bool help;
 } bg_job;
 
@@ -78,6 +92,10 @@ enum {
     BG_CMD_BENCH = 8,
     BG_CMD_TOKENIZE = 16,
     BG_CMD_RENDER = 32,
+    BG_CMD_STATUS = 64,
+    BG_CMD_CAT = 128,
+    BG_CMD_MERGE = 256,
+    BG_CMD_REPAIR = 512,
 };
 
 void bg_job_init(bg_job *job); /* {0} */
@@ -85,7 +103,7 @@ void bg_job_release(bg_job *job);
 
 /* Resolves argv (without program and command) for one command: flags, then env (NULL-terminated, as
  * environ), the job file named by --job or BATCHGEN_JOB, and the user's config file; then defaults.
- * Positional arguments become inputs (RUN, CHECK), the model (INSPECT), the text (TOKENIZE).
+ * Positional arguments become the model (INSPECT, BENCH), the text (TOKENIZE), else inputs.
  * BG_ARG: usage; BG_FORMAT: a job or config file is bad; BG_IO. The text names the option and its
  * place. */
 bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, char *const *env,

@@ -16,9 +16,15 @@ enum {
     BENCH = BG_CMD_BENCH,
     TOKENIZE = BG_CMD_TOKENIZE,
     RENDER = BG_CMD_RENDER,
+    STATUS = BG_CMD_STATUS,
+    CAT = BG_CMD_CAT,
+    MERGE = BG_CMD_MERGE,
+    REPAIR = BG_CMD_REPAIR,
+    OUTPUTS = STATUS | CAT | MERGE | REPAIR,
     ENGINE = RUN | BENCH,
     SIZES = RUN | CHECK | INSPECT | BENCH,
-    ALL = RUN | CHECK | INSPECT | BENCH | TOKENIZE | RENDER,
+    MODELS = RUN | CHECK | INSPECT | BENCH | TOKENIZE | RENDER,
+    ALL = MODELS | OUTPUTS,
     TEXT = RUN | CHECK | TOKENIZE | RENDER,
 };
 
@@ -28,16 +34,41 @@ enum {
 /* name, aliases, letter, type, field, choices, min, max, default, commands, in files, group, arg,
  * help */
 const bg_option bg_options[] = {
-    {"input", NULL, 'i', BG_OPT_LIST, F(inputs), NULL, ANY, NULL, RUN | CHECK | RENDER, true, "Job",
-     "FILE", "prompts, JSON lines, also .gz .zst .lz4; - is stdin; several are one job"},
-    {"output", "output-file", 'o', BG_OPT_PATH, F(output), NULL, ANY, NULL, RUN, true, "Job",
-     "FILE", "results: NAME.lz4 as LZ4 frames, else plain text; - is stdout (no resume)"},
-    {"model", NULL, 'm', BG_OPT_PATH, F(model), NULL, ANY, NULL, ALL, true, "Job", "FILE",
+    {"input", NULL, 'i', BG_OPT_LIST, F(inputs), NULL, ANY, NULL, RUN | CHECK | RENDER | OUTPUTS,
+     true, "Job", "FILE",
+     "prompts, JSON lines, also .gz .zst .lz4; - is stdin; several are one job"},
+    {"output", "output-file", 'o', BG_OPT_PATH, F(output), NULL, ANY, NULL, RUN | CAT | MERGE, true,
+     "Job", "FILE",
+     "results: NAME.lz4 as LZ4 frames, else plain text; - is stdout (no resume); %Y %m %d %H %M %S "
+     "are the date, {shard} and {shards} the shard"},
+    {"error-file", NULL, 0, BG_OPT_PATH, F(error_file), NULL, ANY, NULL, RUN, true, "Job", "FILE",
+     "error results go to FILE instead of the output"},
+    {"model", NULL, 'm', BG_OPT_PATH, F(model), NULL, ANY, NULL, MODELS, true, "Job", "FILE",
      "GGUF model; any part of a split one"},
     {"job", NULL, 'j', BG_OPT_PATH, F(job_file), NULL, ANY, NULL, SIZES, false, "Job", "FILE",
      "job file: JSON with these options as keys (schemas/job.schema.json)"},
     {"overwrite", NULL, 0, BG_OPT_BOOL, F(overwrite), NULL, ANY, NULL, RUN, true, "Job", NULL,
      "start anew even if the output exists"},
+    {"retry-failed", NULL, 0, BG_OPT_BOOL, F(retry_failed), NULL, ANY, NULL, RUN, true, "Job", NULL,
+     "take error results out of an existing output and run their records again"},
+    {"on-input-change", NULL, 0, BG_OPT_CHOICE, F(on_input_change), "refuse,match", ANY, "refuse",
+     RUN, true, "Job", "WHAT",
+     "the input is not what the output was started with: refuse, or match: keep results of records "
+     "whose id and content are still there, run the others"},
+    {"ordered", NULL, 0, BG_OPT_BOOL, F(ordered), NULL, ANY, NULL, RUN | CAT, true, "Job", NULL,
+     "results in the order of the input (run: sorted when the job is done)"},
+    {"limit", NULL, 0, BG_OPT_INT, F(limit), NULL, 0, 9e15, "0", RUN | CHECK, true, "Job", "N",
+     "only the first N records; 0: all"},
+    {"sample", NULL, 0, BG_OPT_REAL, F(sample), NULL, 0, 1, "1", RUN | CHECK, true, "Job", "X",
+     "only this share of the records, always the same ones"},
+    {"shard", NULL, 0, BG_OPT_STR, F(shard), NULL, ANY, NULL, RUN | CHECK, true, "Job", "I/N",
+     "only every N-th record, from the I-th; auto: from Slurm, Kubernetes or PBS variables"},
+    {"max-failed", NULL, 0, BG_OPT_INT, F(max_failed), NULL, -1, 9e15, "-1", RUN, true, "Job", "N",
+     "stop when more than N records have failed (exit 65); -1: never"},
+    {"time-limit", NULL, 0, BG_OPT_TIME, F(time_limit), NULL, 0, 1e9, "0", RUN, true, "Job", "TIME",
+     "end in order within TIME (8h, 90m, 3600), exit 75 if records are left; 0: no limit"},
+    {"wait", NULL, 0, BG_OPT_TIME, F(wait), NULL, 0, 1e9, "0", RUN, true, "Job", "TIME",
+     "wait this long for another run that holds the output; 0: exit 75 at once"},
     {"strict", NULL, 0, BG_OPT_BOOL, F(strict), NULL, ANY, NULL, RUN | CHECK, true, "Job", NULL,
      "check all input first and run nothing if a line is bad"},
     {"strict-model", NULL, 0, BG_OPT_BOOL, F(strict_model), NULL, ANY, NULL, RUN | CHECK, true,
@@ -105,6 +136,16 @@ const bg_option bg_options[] = {
      "FILE", "Jinja template instead of the model's own"},
     {"max-line", NULL, 0, BG_OPT_SIZE, F(max_line), NULL, 1024, 1e12, "64MiB", RUN | CHECK | RENDER,
      true, NULL, "SIZE", "longest input line; a longer one is an error result"},
+    {"max-nesting", NULL, 0, BG_OPT_INT, F(max_nesting), NULL, 4, 1024, "64", RUN | CHECK | RENDER,
+     true, NULL, "N", "deepest nesting of a line's JSON"},
+    {"max-prompt-tokens", NULL, 0, BG_OPT_INT, F(max_prompt_tokens), NULL, 0, 1e9, "0", RUN | CHECK,
+     true, NULL, "N", "longest prompt; a longer one is an error result; 0: what the context holds"},
+    {"max-n", NULL, 0, BG_OPT_INT, F(max_n), NULL, 1, 4096, "128", RUN | CHECK, true, NULL, "N",
+     "most choices (n) that a record may ask for"},
+    {"max-result", NULL, 0, BG_OPT_SIZE, F(max_result), NULL, 1024, 1e12, "256MiB", RUN, true, NULL,
+     "SIZE", "longest result line; a longer one becomes an error result"},
+    {"template-steps", NULL, 0, BG_OPT_INT, F(template_steps), NULL, 100, 1e12, "10000000", TEXT,
+     true, NULL, "N", "most evaluations of a chat template for one record"},
     {"text-threads", NULL, 0, BG_OPT_INT, F(text_threads), NULL, 0, 256, "0", RUN | CHECK, true,
      NULL, "N", "threads that parse and tokenise; 0: one for each processor, 8 at most"},
     {"special", NULL, 0, BG_OPT_BOOL, F(special), NULL, ANY, "true", TOKENIZE, false, NULL, NULL,
@@ -125,24 +166,32 @@ const bg_option bg_options[] = {
 
     {"commit-bytes", NULL, 0, BG_OPT_SIZE, F(commit_bytes), NULL, 1, 1e12, "512KiB", RUN, true,
      "Output and messages", "SIZE", "commit after this much text"},
-    {"commit-interval", NULL, 0, BG_OPT_REAL, F(commit_interval), NULL, 0.01, 86400, "5", RUN, true,
-     NULL, "SECONDS", "commit at least this often"},
-    {"grace", NULL, 0, BG_OPT_REAL, F(grace), NULL, 0, 86400, "20", RUN, true, NULL, "SECONDS",
+    {"commit-interval", NULL, 0, BG_OPT_TIME, F(commit_interval), NULL, 0.01, 86400, "5", RUN, true,
+     NULL, "TIME", "commit at least this often"},
+    {"grace", NULL, 0, BG_OPT_TIME, F(grace), NULL, 0, 86400, "20", RUN, true, NULL, "TIME",
      "after a signal, time for records in flight to finish"},
     {"summary", NULL, 0, BG_OPT_PATH, F(summary), NULL, ANY, NULL, RUN | CHECK, true, NULL, "FILE",
      "write counts, usage and rates as JSON at the end"},
-    {"progress", NULL, 0, BG_OPT_REAL, F(progress), NULL, 0, 86400, "60", RUN, true, NULL,
-     "SECONDS", "a progress line this often when stderr is no terminal; 0: none"},
+    {"metrics-file", NULL, 0, BG_OPT_PATH, F(metrics_file), NULL, ANY, NULL, RUN, true, NULL,
+     "FILE", "write metrics in Prometheus' text format at each commit"},
+    {"notify", NULL, 0, BG_OPT_STR, F(notify), NULL, ANY, NULL, RUN, true, NULL, "CMD",
+     "run CMD by the shell at the end, with the summary on its stdin"},
+    {"progress", NULL, 0, BG_OPT_TIME, F(progress), NULL, 0, 86400, "60", RUN, true, NULL, "TIME",
+     "a progress line this often when stderr is no terminal; 0: none"},
     {"quiet", NULL, 'q', BG_OPT_BOOL, F(quiet), NULL, ANY, NULL, ALL, true, NULL, NULL,
      "print nothing unless something is wrong"},
-    {"json", NULL, 0, BG_OPT_BOOL, F(json), NULL, ANY, NULL, CHECK | INSPECT | BENCH, false, NULL,
-     NULL, "print JSON"},
+    {"json", NULL, 0, BG_OPT_BOOL, F(json), NULL, ANY, NULL, CHECK | INSPECT | BENCH | OUTPUTS,
+     false, NULL, NULL, "print JSON"},
     {"color", "colour", 0, BG_OPT_CHOICE, F(color), "auto,always,never", ANY, "auto", ALL, true,
      NULL, "WHEN", "auto, always or never"},
     {"log-level", NULL, 0, BG_OPT_CHOICE, F(log_level), "error,warn,info,debug", ANY, "warn",
      ENGINE | CHECK, true, NULL, "LEVEL", "error, warn, info or debug"},
     {"log-file", NULL, 0, BG_OPT_PATH, F(log_file), NULL, ANY, NULL, RUN, true, NULL, "FILE",
      "append log lines to FILE instead of stderr"},
+    {"log-format", NULL, 0, BG_OPT_CHOICE, F(log_format), "logfmt,json", ANY, "logfmt",
+     ENGINE | CHECK, true, NULL, "FORMAT", "logfmt or json"},
+    {"fields", NULL, 0, BG_OPT_LIST, F(fields), NULL, ANY, NULL, CAT, false, NULL, "NAME,...",
+     "print only these fields of each result: id, text, usage.completion_tokens"},
     {"help", NULL, 'h', BG_OPT_BOOL, F(help), NULL, ANY, NULL, ALL, false, NULL, NULL, "show this"},
 };
 const int bg_n_options = (int)(sizeof bg_options / sizeof *bg_options);
@@ -226,6 +275,50 @@ static bool parse_size(const char *s, int64_t *v)
     return true;
 }
 
+/* "90", "1.5h", "1h30m", "2d", "500ms", "02:30:00", "90:00". */
+static bool parse_time(const char *s, double *out)
+{
+    static const struct {
+        const char *name;
+        double seconds;
+    } units[] = {{"ms", 1e-3}, {"s", 1}, {"m", 60}, {"h", 3600}, {"d", 86400}};
+    double sum = 0, v;
+    char *end;
+    if (!isdigit((unsigned char)*s) && *s != '.') return false;
+    if (strchr(s, ':')) { /* H:M:S or M:S */
+        for (int parts = 0; parts < 3; parts++) {
+            if (!isdigit((unsigned char)*s)) return false;
+            v = strtod(s, &end);
+            sum = sum * 60 + v;
+            if (!*end) break;
+            if (*end != ':' || parts == 2) return false;
+            s = end + 1;
+        }
+        *out = sum;
+        return isfinite(sum);
+    }
+    do {
+        if (!isdigit((unsigned char)*s) && *s != '.') return false;
+        v = strtod(s, &end);
+        if (end == s) return false;
+        s = end;
+        size_t n = strspn(s, "dhms"), i = 0;
+        if (!n) { /* seconds, when it is all there is */
+            if (*s || sum > 0) return false;
+            n = 0;
+            i = 1;
+        } else {
+            while (i < 5 && (strlen(units[i].name) != n || strncmp(units[i].name, s, n) != 0))
+                i++;
+            if (i == 5) return false;
+        }
+        sum += v * units[i].seconds;
+        s += n;
+    } while (*s);
+    *out = sum;
+    return isfinite(sum);
+}
+
 static bg_status set_choice(bg_job *job, const bg_option *o, const char *text, const char *where,
                             bg_error *err)
 {
@@ -273,6 +366,15 @@ bg_status bg_option_set_text(bg_job *job, const bg_option *o, const char *text, 
         double v = strtod(text, &end);
         if (end == text || *end || !isfinite(v))
             return bg_fail(err, BG_ARG, "%s: \"%s\" is not a number", where, text);
+        *(double *)field(job, o) = v;
+        return check_range(o, v, where, err);
+    }
+    case BG_OPT_TIME: {
+        double v;
+        if (!parse_time(text, &v))
+            return bg_fail(err, BG_ARG,
+                           "%s: \"%s\" is not a time; write 90, 15m, 1h30m or 02:30:00", where,
+                           text);
         *(double *)field(job, o) = v;
         return check_range(o, v, where, err);
     }
@@ -346,6 +448,9 @@ bg_status bg_option_set_json(bg_job *job, const bg_option *o, const json_t *v, c
         if (!json_is_integer(v)) return bg_fail(err, BG_ARG, "%s: must be a whole number", where);
         *(int64_t *)field(job, o) = json_integer_value(v);
         return check_range(o, (double)json_integer_value(v), where, err);
+    case BG_OPT_TIME:
+        if (json_is_string(v)) return bg_option_set_text(job, o, json_string_value(v), where, err);
+        /* fall through */
     case BG_OPT_REAL:
         if (!json_is_number(v)) return bg_fail(err, BG_ARG, "%s: must be a number", where);
         *(double *)field(job, o) = json_number_value(v);
@@ -395,6 +500,9 @@ static json_t *property(const bg_option *o)
     case BG_OPT_SIZE:
         json_object_set_new(p, "type", json_pack("[ss]", "integer", "string"));
         break;
+    case BG_OPT_TIME:
+        json_object_set_new(p, "type", json_pack("[ss]", "number", "string"));
+        break;
     case BG_OPT_INT:
         json_object_set_new(p, "type", json_string("integer"));
         break;
@@ -424,7 +532,7 @@ static json_t *property(const bg_option *o)
     if (o->def) {
         json_t *d = NULL;
         if (o->type == BG_OPT_INT) d = json_integer(strtoll(o->def, NULL, 10));
-        if (o->type == BG_OPT_REAL) d = json_real(strtod(o->def, NULL));
+        if (o->type == BG_OPT_REAL || o->type == BG_OPT_TIME) d = json_real(strtod(o->def, NULL));
         if (o->type == BG_OPT_BOOL) d = json_boolean(strcmp(o->def, "true") == 0);
         if (!d) d = json_string(o->def);
         json_object_set_new(p, "default", d);

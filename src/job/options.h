@@ -10,6 +10,7 @@ typedef enum bg_option_type {
     BG_OPT_INT,    /* int64_t */
     BG_OPT_SIZE,   /* int64_t bytes: 512KiB, 2G, 100MB */
     BG_OPT_REAL,   /* double */
+    BG_OPT_TIME,   /* double seconds: 90, 1.5h, 1h30m, 02:30:00 */
     BG_OPT_BOOL,   /* bool: --name, --no-name; in files true or false */
     BG_OPT_CHOICE, /* int: index into choices */
     BG_OPT_LIST,   /* bg_strings: may be given several times; an array in files */

@@ -14,7 +14,7 @@ bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check
         if (st || !item) break;
         const bg_request *r = &item->req;
         n->records++;
-        n->bytes = item->end;
+        n->bytes = item->place.end;
         if (r->error_code) {
             n->bad++;
             if (report) report(ctx, r);

@@ -380,8 +380,12 @@ static void write_result(bg_collect *c, record *r)
     if (ok) bg_result_line(&res, &c->line);
     bg_status st =
         ok && !c->line.failed
-            ? bg_writer_add(c->c.writer, res.record, c->line.data, c->line.len,
-                            res.error_code != NULL, &e)
+            ? bg_writer_add(c->c.writer,
+                            &(bg_done){.record = res.record,
+                                       .failed = res.error_code != NULL,
+                                       .prompt_tokens = res.prompt_tokens,
+                                       .output_tokens = res.completion_tokens},
+                            c->line.data, c->line.len, &e)
             : bg_fail(&e, BG_NOMEM, "line %lld: out of memory for the result", (long long)res.line);
     if (st) fail(c, st, &e);
     r->written = true;
@@ -523,7 +527,7 @@ static const bg_partial *partials(void *p, int *n)
 
 static void take_record(bg_collect *c, record *r)
 {
-    bg_writer_input(c->c.writer, r->item->end, r->item->hash);
+    bg_writer_input(c->c.writer, &r->item->place);
     r->next = c->first;
     if (c->first) c->first->prev = r;
     c->first = r;

@@ -137,8 +137,9 @@ static bg_status read_one(bg_feed *f, const bg_line *line, bool *go_on)
     copy[line->n] = 0;
     item->data = copy;
     item->line = *line;
-    item->end = line->end;
-    item->hash = line->hash;
+    item->place =
+        (bg_input_place){.end = line->end, .hash = line->hash, .records = line->record + 1};
+    bg_input_progress(f->in, &item->place.read, &item->place.total);
     item->done = f->c.is_done && f->c.is_done(f->c.ctx, line->record);
     *go_on = wait_for_room(f, line->n) && bg_ordered_push(f->map, item);
     if (!*go_on) bg_feed_item_free(item);

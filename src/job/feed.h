@@ -16,7 +16,7 @@ typedef struct bg_feed_item {
     bg_ids *ids;    /* n_prompts of them; NULL: none (error, done, or no model) */
     int n_prompts;
     bool done;          /* its result is in the output already: only its id was of interest */
-    uint64_t end, hash; /* input up to and with its line */
+    bg_input_place place; /* input up to and with its line */
     char *data;         /* the line, while it is worked on */
     bg_line line;
     bg_status st; /* BG_NOMEM while parsing */

@@ -61,7 +61,9 @@ struct bg_writer {
     bg_partials *partials;
     const bg_partial *(*get_partials)(void *ctx, int *n);
     void *get_ctx;
-    uint64_t input_end, input_hash;
+    void (*on_commit)(void *ctx);
+    void *commit_ctx;
+    bg_input_place input;
     bool input_moved; /* since the last commit */
     bool finished;
     bg_error why; /* the failure that ended it; every later call returns it */
@@ -117,9 +119,9 @@ static void commit_entry(bg_writer *w, uint64_t offset, const char *data, size_t
     bg_ranges_print(w->pending, b);
     bg_buf_printf(b, "\",\"failed\":%lld", (long long)w->pending_failed);
     if (w->input_moved) {
-        bg_hex64(w->input_hash, hex);
+        bg_hex64(w->input.hash, hex);
         bg_buf_printf(b, ",\"input\":{\"end\":%llu,\"hash\":\"%s\"}",
-                      (unsigned long long)w->input_end, hex);
+                      (unsigned long long)w->input.end, hex);
     }
 }
 
@@ -314,12 +316,17 @@ void bg_writer_on_partials(bg_writer *w, const bg_partial *(*get)(void *ctx, int
     w->get_ctx = ctx;
 }
 
-void bg_writer_input(bg_writer *w, uint64_t end, uint64_t hash)
+void bg_writer_input(bg_writer *w, const bg_input_place *place)
 {
-    if (w->input_end == end && w->input_hash == hash) return;
-    w->input_end = end;
-    w->input_hash = hash;
+    if (w->input.end == place->end && w->input.hash == place->hash) return;
+    w->input = *place;
     w->input_moved = true;
+}
+
+void bg_writer_on_commit(bg_writer *w, void (*done)(void *ctx), void *ctx)
+{
+    w->on_commit = done;
+    w->commit_ctx = ctx;
 }
 
 void bg_writer_sizes(const bg_writer *w, uint64_t *text_bytes, uint64_t *file_bytes,
@@ -378,6 +385,7 @@ static bg_status commit(bg_writer *w, bg_error *err)
     bg_partials_drop(w->partials, w->pending);
     bg_ranges_clear(w->pending);
     bg_buf_clear(&w->text);
+    if (w->on_commit) w->on_commit(w->commit_ctx);
     return BG_OK;
 }
 
@@ -390,9 +398,10 @@ bg_status bg_writer_commit(bg_writer *w, bg_error *err)
     return st;
 }
 
-bg_status bg_writer_add(bg_writer *w, int64_t record, const char *line, size_t n, bool failed,
+bg_status bg_writer_add(bg_writer *w, const bg_done *what, const char *line, size_t n,
                         bg_error *err)
 {
+    int64_t record = what->record;
     bg_status st = ended(w, err);
     if (st) return st;
     if (w->finished)
@@ -408,7 +417,7 @@ bg_status bg_writer_add(bg_writer *w, int64_t record, const char *line, size_t n
     if (w->text.failed || !bg_ranges_add(w->pending, record, record) ||
         !bg_ranges_add(w->done, record, record))
         return ends(w, bg_fail(err, BG_NOMEM, "%s: out of memory", w->path), err);
-    if (failed) {
+    if (what->failed) {
         w->n_failed++;
         w->pending_failed++;
     }

@@ -10,7 +10,9 @@
  * partial:[...], ...}};
  * {"end":{...}}. Order on disk: frame, fdatasync, entry, fdatasync. output.c's head comment has
  * every byte. A plain .jsonl output has the same journal; a commit names a run of bytes instead of
- * a frame. Standard output ("-") has no journal and cannot resume. */
+ * a frame. Standard output ("-") has no journal and cannot resume.
+ *
+ * With an error file, error results go there instead; one commit covers both files. */
 #ifndef BG_OUTPUT_OUTPUT_H
 #define BG_OUTPUT_OUTPUT_H
 
@@ -100,15 +102,56 @@ typedef struct bg_partial {
     int n_tokens;
 } bg_partial;
 
+/* A result's key: what it answers, for --on-input-change=match. The upper half is a hash of the id,
+ * the lower one of the content; without an id all of it is of the content. 0: not known. */
+uint64_t bg_result_key(const char *id, const char *content);
+
+typedef struct bg_done { /* a record's result, to the writer */
+    int64_t record;
+    uint64_t key;
+    bool failed;
+    int64_t prompt_tokens, output_tokens; /* for counts only */
+} bg_done;
+
+typedef struct bg_input_place { /* how far the input is read */
+    uint64_t end, hash;         /* decompressed bytes up to here, and their running hash */
+    uint64_t read, total;       /* bytes as stored, for estimates; total 0: unknown */
+    int64_t records;            /* records up to here */
+} bg_input_place;
+
+/* ---- the lock
+ * -----------------------------------------------------------------------------------------------
+ */
+
+typedef struct bg_out_lock bg_out_lock;
+
+/* Opens the output (creating it, 0666 & umask) and takes its lock (flock), so that a second start
+ * ends before it has read a model. Waits up to wait_ns for another holder, asking stop(ctx) (may be
+ * NULL) several times a second; 0: does not wait. Never follows, or writes through, a symbolic link
+ * or file of another owner in a sticky world-writable folder, nor a link that dangles. BG_BUSY:
+ * another run holds it (the text says who), or stopped. BG_ARG: not a regular file. BG_IO. */
+bg_status bg_out_lock_take(bg_out_lock **lock, const char *path, int64_t wait_ns,
+                           bool (*stop)(void *), void *ctx, bg_error *err);
+/* Gives it back; an output that the lock made and nobody wrote to is removed again. NULL is
+ * allowed. */
+void bg_out_lock_free(bg_out_lock *lock);
+
 typedef struct bg_writer_config {
-    const char *path; /* "-": standard output, no journal */
+    const char *path;       /* "-": standard output, no journal */
+    const char *error_path; /* error results go there; NULL: into the output. Its format: by name */
     bg_out_format format;
     const json_t *identity; /* flat object of strings, integers and reals: everything that must
                                match to resume */
+    const char *may_differ; /* a name in identity whose difference is told, not refused; or NULL */
+    const char *selection; /* which part of the input is wanted ("" or NULL: all). A finished output
+                              of another selection is unfinished */
+    bg_out_lock *take_lock; /* NULL: taken here, without waiting */
     bool overwrite;         /* start anew whatever is there */
+    bool ordered;           /* bg_writer_finish() sorts by record */
     size_t commit_bytes;    /* 0: 512 KiB of text */
     int64_t commit_ns;      /* 0: 5 s */
     int level;              /* LZ4 level; 0: fast */
+    uint64_t fold_bytes;    /* fold the journal when it has grown by this much; 0: 64 MiB */
 } bg_writer_config;
 
 typedef struct bg_writer bg_writer;
@@ -116,6 +159,8 @@ typedef struct bg_writer bg_writer;
 typedef struct bg_recovered {
     bool resumed;                /* an unfinished output of this job was there */
     bool finished;               /* a finished one: nothing to do */
+    bool differs;                /* identity's may_differ is another one: bg_writer_rewrite() it */
+    bool adopted;                /* the journal was rebuilt by repair and knows no identity */
     int64_t n_records, n_failed; /* committed so far */
     uint64_t cut_bytes;          /* uncommitted tail that was cut off */
     uint64_t input_end,
@@ -127,7 +172,7 @@ typedef struct bg_recovered {
 /* Takes the lock (flock on the output), recovers what is there, or creates it and its directory
  * entry durably. BG_BUSY: another run holds it. BG_ARG: it is another job's output; the text names
  * each difference and the remedy, and nothing was touched. BG_FORMAT: not an output of ours, or
- * damaged in its committed part. BG_IO. */
+ * damaged in its committed part. BG_IO. take_lock is the writer's in every case. */
 bg_status bg_writer_open(bg_writer **w, const bg_writer_config *c, bg_recovered *rec,
                          bg_error *err);
 /* Releases everything without committing what was not. */
@@ -135,22 +180,43 @@ void bg_writer_close(bg_writer *w);
 bool bg_writer_done(const bg_writer *w,
                     int64_t record); /* committed or added: must not run again */
 int64_t bg_writer_count(const bg_writer *w, int64_t *n_failed); /* records committed or added */
+/* The key of a committed record; 0: not known. */
+uint64_t bg_writer_key(const bg_writer *w, int64_t record);
+
+/* What becomes of a committed result. */
+typedef struct bg_rewrite {
+    /* False: it is taken out. *record, *line and *file_name (of a job with several inputs) are what
+     * the result says; other values renumber it. NULL: all stay. */
+    bool (*keep)(void *ctx, const bg_done *old, int64_t *record, int64_t *line,
+                 const char **file_name);
+    void *ctx;
+    bool sort;                /* by record */
+    const char *dropped_path; /* results taken out are appended to this file; NULL: they are gone */
+} bg_rewrite;
+
+/* Replaces output, error file and journal by what `how` leaves of them, with the config's identity:
+ * all or nothing, also in a crash. Partial tokens of renumbered records are forgotten when keep is
+ * given. Call it before the first add. BG_IO, BG_FORMAT, BG_NOMEM: the old ones are untouched. */
+bg_status bg_writer_rewrite(bg_writer *w, const bg_rewrite *how, int64_t *n_kept,
+                            int64_t *n_dropped, bg_error *err);
+
 /* Adds the line(s) of one record. It is durable after the next commit. Commits when enough has come
  * together. After a failure every later call fails the same way; nothing is retried. */
-bg_status bg_writer_add(bg_writer *w, int64_t record, const char *line, size_t n, bool failed,
+bg_status bg_writer_add(bg_writer *w, const bg_done *what, const char *line, size_t n,
                         bg_error *err);
 /* Commits if the time has come and anything is pending; call it now and then. */
 bg_status bg_writer_tick(bg_writer *w, bg_error *err);
 /* Called by commit to learn what is in flight; may be NULL. Pointers stay the callback's; *n of
  * them. */
 void bg_writer_on_partials(bg_writer *w, const bg_partial *(*get)(void *ctx, int *n), void *ctx);
-/* What the input position is: every line up to `end` bytes has been read; goes into the next
- * commit. */
-void bg_writer_input(bg_writer *w, uint64_t end, uint64_t hash);
+/* How far the input is read; goes into the next commit. */
+void bg_writer_input(bg_writer *w, const bg_input_place *place);
 bg_status bg_writer_commit(bg_writer *w, bg_error *err); /* now; nothing pending is a no-op */
 /* Commits, and writes the end entry: the job is complete. */
 bg_status bg_writer_finish(bg_writer *w, bg_error *err);
 void bg_writer_sizes(const bg_writer *w, uint64_t *text_bytes, uint64_t *file_bytes,
                      uint64_t *commits);
+/* Called after each commit, from the committing thread; may be NULL. */
+void bg_writer_on_commit(bg_writer *w, void (*done)(void *ctx), void *ctx);
 
 #endif

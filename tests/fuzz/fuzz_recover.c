@@ -172,7 +172,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         if (!rec.finished)
             for (int64_t r = 0; r < 3; r++)
                 if (!bg_writer_done(w, r)) {
-                    check(!bg_writer_add(w, r, "{}\n", 3, false, &err));
+                    check(!bg_writer_add(w, &(bg_done){.record = r, .failed = false}, "{}\n", 3,
+                                         &err));
                     count++;
                 }
         check(!bg_writer_finish(w, &err));

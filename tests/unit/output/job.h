@@ -183,8 +183,10 @@ UNUSED static bg_status run_job(job *j, const bg_out_sys *sys, bg_error *err)
         j->now = i;
         if (bg_writer_done(j->w, r)) continue;
         line_for(r, &line);
-        st = bg_writer_add(j->w, r, line.data, line.len, r % 5 == 0, err);
-        bg_writer_input(j->w, (uint64_t)(i + 1) * 10, (uint64_t)i * 77);
+        st = bg_writer_add(j->w, &(bg_done){.record = r, .failed = r % 5 == 0}, line.data, line.len,
+                           err);
+        bg_writer_input(j->w,
+                        &(bg_input_place){.end = (uint64_t)(i + 1) * 10, .hash = (uint64_t)i * 77});
         fresh++;
         if (!st && fresh % j->every == 0) {
             st = bg_writer_commit(j->w, err);
@@ -206,7 +208,9 @@ out:
         cr_assert_eq(bg_writer_commit(j->w, &again), st);
         cr_assert_str_eq(again.text, err->text);
         again = (bg_error){0};
-        cr_assert_eq(bg_writer_add(j->w, 1000, "{}\n", 3, false, &again), st);
+        cr_assert_eq(
+            bg_writer_add(j->w, &(bg_done){.record = 1000, .failed = false}, "{}\n", 3, &again),
+            st);
         again = (bg_error){0};
         cr_assert_eq(bg_writer_finish(j->w, &again), st);
     }

@@ -53,18 +53,21 @@ Test(writer, what_is_committed_is_readable_at_any_time)
     bg_error err = {0};
     bg_buf text = {0};
     cr_assert_eq(open_job(&j, identity, false, &err), BG_OK, "%s", err.text);
-    bg_writer_add(j.w, 3, "{\"line\":4}\n", 11, false, &err);
+    bg_writer_add(j.w, &(bg_done){.record = 3, .failed = false}, "{\"line\":4}\n", 11, &err);
     read_output(j.format, &text);
     cr_expect_eq(text.len, 0);
     cr_expect(bg_writer_done(j.w, 3) && !bg_writer_done(j.w, 2));
     bg_writer_commit(j.w, &err);
     read_output(j.format, &text);
     cr_expect_str_eq(text.data, "{\"line\":4}\n");
-    cr_expect_eq(bg_writer_add(j.w, 3, "{}\n", 3, false, &err), BG_INTERNAL, "a record twice");
+    cr_expect_eq(bg_writer_add(j.w, &(bg_done){.record = 3, .failed = false}, "{}\n", 3, &err),
+                 BG_INTERNAL, "a record twice");
     err = (bg_error){0};
-    cr_expect_eq(bg_writer_add(j.w, 4, "{}", 2, false, &err), BG_INTERNAL, "half a line");
+    cr_expect_eq(bg_writer_add(j.w, &(bg_done){.record = 4, .failed = false}, "{}", 2, &err),
+                 BG_INTERNAL, "half a line");
     err = (bg_error){0};
-    cr_expect_eq(bg_writer_add(j.w, 4, "{}\n", 3, true, &err), BG_OK, "%s", err.text);
+    cr_expect_eq(bg_writer_add(j.w, &(bg_done){.record = 4, .failed = true}, "{}\n", 3, &err),
+                 BG_OK, "%s", err.text);
     end_job(&j); /* not committed: gone */
     cr_assert_eq(open_job(&j, identity, false, &err), BG_OK, "%s", err.text);
     cr_expect(j.rec.resumed && !j.rec.finished);
@@ -84,18 +87,18 @@ Test(writer, commits_by_size_and_by_time)
     uint64_t text, file, commits;
     c.commit_bytes = 25;
     cr_assert_eq(bg_writer_open_on(&j.w, &c, &quick, &j.rec, &err), BG_OK);
-    bg_writer_add(j.w, 0, "{\"line\":1}\n", 11, false, &err);
-    bg_writer_add(j.w, 1, "{\"line\":2}\n", 11, false, &err);
+    bg_writer_add(j.w, &(bg_done){.record = 0, .failed = false}, "{\"line\":1}\n", 11, &err);
+    bg_writer_add(j.w, &(bg_done){.record = 1, .failed = false}, "{\"line\":2}\n", 11, &err);
     bg_writer_tick(j.w, &err);
     bg_writer_sizes(j.w, &text, &file, &commits);
     cr_expect_eq(commits, 0);
-    bg_writer_add(j.w, 2, "{\"line\":3}\n", 11, false, &err);
+    bg_writer_add(j.w, &(bg_done){.record = 2, .failed = false}, "{\"line\":3}\n", 11, &err);
     bg_writer_sizes(j.w, &text, &file, &commits);
     cr_expect(commits == 1 && text == 33 && file == 33);
     end_job(&j);
     c.commit_ns = 1;
     cr_assert_eq(bg_writer_open_on(&j.w, &c, &quick, &j.rec, &err), BG_OK);
-    bg_writer_add(j.w, 3, "{\"line\":4}\n", 11, false, &err);
+    bg_writer_add(j.w, &(bg_done){.record = 3, .failed = false}, "{\"line\":4}\n", 11, &err);
     bg_writer_tick(j.w, &err);
     bg_writer_tick(j.w, &err);
     bg_writer_sizes(j.w, &text, &file, &commits);
@@ -116,7 +119,8 @@ Test(writer, finished_job_is_left_alone)
     cr_expect(j.rec.finished && !j.rec.resumed && j.rec.n_records == 12 && j.rec.n_failed == 3);
     cr_expect_eq(bg_writer_commit(j.w, &err), BG_OK);
     cr_expect_eq(bg_writer_finish(j.w, &err), BG_OK);
-    cr_expect_eq(bg_writer_add(j.w, 50, "{}\n", 3, false, &err), BG_INTERNAL);
+    cr_expect_eq(bg_writer_add(j.w, &(bg_done){.record = 50, .failed = false}, "{}\n", 3, &err),
+                 BG_INTERNAL);
     end_job(&j);
     bytes out2 = load(out_path), journal2 = load(journal_path);
     cr_expect(same(out, out2) && same(journal, journal2));
@@ -325,7 +329,9 @@ Test(writer, partials_are_saved_as_they_grow)
     bytes journal = load(journal_path);
     cr_expect(strstr(journal.data, "\"from\":5,\"tokens\":[55]"));
     free(journal.data);
-    cr_expect_eq(bg_writer_add(j.w, 7, "{\"line\":8}\n", 11, false, &err), BG_OK);
+    cr_expect_eq(
+        bg_writer_add(j.w, &(bg_done){.record = 7, .failed = false}, "{\"line\":8}\n", 11, &err),
+        BG_OK);
     cr_assert_eq(bg_writer_commit(j.w, &err), BG_OK);
     cr_expect_eq(p->tokens[4], 54, "still there for whoever holds it");
     end_job(&j);
@@ -373,7 +379,9 @@ static void to_stdout(bg_out_format format)
         if (bg_writer_open(&w, &c, &rec, &err)) _exit(1);
         for (int i = 0; i < 12; i++) {
             line_for(i, &line);
-            if (bg_writer_add(w, i, line.data, line.len, false, &err)) _exit(2);
+            if (bg_writer_add(w, &(bg_done){.record = i, .failed = false}, line.data, line.len,
+                              &err))
+                _exit(2);
             if (i % 5 == 0 && bg_writer_commit(w, &err)) _exit(3);
         }
         if (!bg_writer_done(w, 3) || bg_writer_done(w, 12) || bg_writer_finish(w, &err)) _exit(4);

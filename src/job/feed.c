@@ -9,12 +9,14 @@
 
 #include "base/clock.h"
 #include "base/ordered.h"
+#include "base/rng.h"
 
 enum { WINDOW = 512, WINDOW_BYTES = 64 << 20 };
 
 struct bg_feed {
     bg_feed_config c;
     bg_gen defaults;
+    bg_request_limits limits;
     int64_t wall_s;
     bg_input *in;
     bg_ordered *map;
@@ -51,6 +53,28 @@ int64_t bg_job_wall_s(const bg_job *job)
         S_ISREG(sb.st_mode))
         return sb.st_mtime;
     return bg_wall_ns() / 1000000000;
+}
+
+static const double TWO_64 = 18446744073709551616.0;
+
+/* Of the record alone: so a smaller sample is part of a larger one, and a resumed job picks the
+ * same. */
+static bool wanted(const bg_job *job, int64_t record)
+{
+    if (job->shard_count && record % job->shard_count != job->shard_index) return false;
+    if (job->sample >= 1) return true;
+    return (double)bg_mix64((uint64_t)record + 0x5a3b1e) < job->sample * TWO_64;
+}
+
+char *bg_job_selection(const bg_job *job)
+{
+    bg_buf b = {0};
+    bg_buf_str(&b, "");
+    if (job->limit) bg_buf_printf(&b, "limit=%lld", (long long)job->limit);
+    if (job->sample < 1) bg_buf_printf(&b, "%ssample=%.17g", b.len ? " " : "", job->sample);
+    char *out = b.failed ? NULL : strdup(b.data ? b.data : "");
+    bg_buf_release(&b);
+    return out;
 }
 
 static void defaults_of(const bg_job *job, bg_gen *g)
@@ -104,9 +128,9 @@ static void work(void *ctx, void *p)
     bg_feed *f = ctx;
     bg_feed_item *item = p;
     item->line.data = item->data;
-    item->st = bg_request_parse(&item->req, &item->line, &f->defaults, NULL, &item->err);
+    item->st = bg_request_parse(&item->req, &item->line, &f->defaults, &f->limits, &item->err);
     if (!item->st) check_model(f, &item->req);
-    if (item->st || item->done || item->req.error_code) return;
+    if (item->st || item->done || item->other || item->req.error_code) return;
     item->st = default_stops(f->c.job, &item->req, &item->err);
     if (!item->st && f->c.model)
         item->st = bg_job_encode(f->c.model, f->c.job, &item->req, f->wall_s, &item->ids,
@@ -140,7 +164,8 @@ static bg_status read_one(bg_feed *f, const bg_line *line, bool *go_on)
     item->place =
         (bg_input_place){.end = line->end, .hash = line->hash, .records = line->record + 1};
     bg_input_progress(f->in, &item->place.read, &item->place.total);
-    item->done = f->c.is_done && f->c.is_done(f->c.ctx, line->record);
+    item->other = !wanted(f->c.job, line->record);
+    item->done = !item->other && f->c.is_done && f->c.is_done(f->c.ctx, line->record);
     *go_on = wait_for_room(f, line->n) && bg_ordered_push(f->map, item);
     if (!*go_on) bg_feed_item_free(item);
     return BG_OK;
@@ -150,7 +175,8 @@ static void *reader(void *arg)
 {
     bg_feed *f = arg;
     bool go_on = true;
-    while (go_on && !f->read_st) {
+    int64_t limit = f->c.job->limit;
+    for (int64_t n = 0; go_on && !f->read_st && (!limit || n < limit); n++) {
         bg_line line;
         f->read_st = bg_input_next(f->in, &line, &go_on, &f->read_err);
         if (f->read_st || !go_on) break;
@@ -174,6 +200,7 @@ bg_status bg_feed_open(bg_feed **out, const bg_feed_config *c, bg_error *err)
     f->c = *c;
     f->wall_s = bg_job_wall_s(c->job);
     defaults_of(c->job, &f->defaults);
+    f->limits = (bg_request_limits){.max_n = (int)c->job->max_n};
     pthread_mutex_init(&f->lock, NULL);
     pthread_cond_init(&f->room, NULL);
     int threads = (int)c->job->text_threads;
@@ -211,7 +238,7 @@ static bg_status check_id(bg_feed *f, bg_request *r, bg_error *err)
     return BG_OK;
 }
 
-bg_status bg_feed_next(bg_feed *f, bg_feed_item **out, bg_error *err)
+static bg_status next_item(bg_feed *f, bg_feed_item **out, bg_error *err)
 {
     *out = NULL;
     bg_feed_item *item = bg_ordered_pop(f->map);
@@ -220,8 +247,9 @@ bg_status bg_feed_next(bg_feed *f, bg_feed_item **out, bg_error *err)
         bool stopped = f->stopped;
         pthread_mutex_unlock(&f->lock);
         if (stopped || !f->read_st) return BG_OK;
-        return bg_fail_at(err, f->read_st, 0, f->read_err.file, f->read_err.line, "%s",
-                          f->read_err.text);
+        bg_fail_at(err, f->read_st, 0, f->read_err.file, f->read_err.line, "%s", f->read_err.text);
+        err->os = f->read_err.os;
+        return err->status;
     }
     pthread_mutex_lock(&f->lock);
     f->bytes -= item->line.n;
@@ -236,6 +264,15 @@ bg_status bg_feed_next(bg_feed *f, bg_feed_item **out, bg_error *err)
     else
         *out = item;
     return st;
+}
+
+bg_status bg_feed_next(bg_feed *f, bg_feed_item **item, bg_error *err)
+{
+    for (;;) {
+        bg_status st = next_item(f, item, err);
+        if (st || !*item || !(*item)->other) return st;
+        bg_feed_item_free(*item);
+    }
 }
 
 void bg_feed_stop(bg_feed *f)

@@ -15,9 +15,10 @@ typedef struct bg_feed_item {
     bg_request req; /* data released by bg_feed_item_free() unless moved out */
     bg_ids *ids;    /* n_prompts of them; NULL: none (error, done, or no model) */
     int n_prompts;
-    bool done;          /* its result is in the output already: only its id was of interest */
+    bool done;            /* its result is in the output already: only its id was of interest */
+    bool other;           /* not of this shard or sample: only its id is of interest */
     bg_input_place place; /* input up to and with its line */
-    char *data;         /* the line, while it is worked on */
+    char *data;           /* the line, while it is worked on */
     bg_line line;
     bg_status st; /* BG_NOMEM while parsing */
     bg_error err;
@@ -36,12 +37,17 @@ typedef struct bg_feed_config {
 
 /* Opens the input and starts the threads. */
 bg_status bg_feed_open(bg_feed **f, const bg_feed_config *c, bg_error *err);
-/* The next record in order; *item is the caller's, NULL at the end or after bg_feed_stop(). A
- * failure of the input (damaged compression, I/O) is returned after the whole lines before it. */
+/* The next record of the selection, in order; *item is the caller's, NULL at the end or after
+ * bg_feed_stop(). A failure of the input (damaged compression, I/O) is returned after the whole
+ * lines before it. */
 bg_status bg_feed_next(bg_feed *f, bg_feed_item **item, bg_error *err);
 void bg_feed_stop(bg_feed *f); /* wakes both sides; bg_feed_next() then says the end */
 void bg_feed_close(bg_feed *f);
 void bg_feed_progress(bg_feed *f, uint64_t *read, uint64_t *total, int64_t *records);
+
+/* The part of the input that a job wants, in words ("limit=100 sample=0.5"); "" when it is all (a
+ * shard is another job, not a selection). *out is the caller's; NULL: out of memory. */
+char *bg_job_selection(const bg_job *job);
 
 /* The time that templates see: a fixed day for a given input, so that resuming renders the same. */
 int64_t bg_job_wall_s(const bg_job *job);

@@ -53,6 +53,15 @@ static json_t *template_hash(const bg_job *job, bg_error *err)
     return json_string(hex);
 }
 
+static json_t *shard_name(const bg_job *job)
+{
+    char text[48] = "";
+    if (job->shard_count)
+        snprintf(text, sizeof text, "%lld/%lld", (long long)job->shard_index + 1,
+                 (long long)job->shard_count);
+    return json_string(text);
+}
+
 json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p,
                         bg_error *err)
 {
@@ -69,6 +78,13 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "tensor_parallel_size", json_integer(p->tp));
     set(o, "max_model_len", json_integer(p->max_model_len));
     set(o, "max_line", json_integer(job->max_line));
+    set(o, "max_nesting", json_integer(job->max_nesting));
+    set(o, "max_prompt_tokens", json_integer(job->max_prompt_tokens));
+    set(o, "max_n", json_integer(job->max_n));
+    set(o, "max_result", json_integer(job->max_result));
+    set(o, "template_steps", json_integer(job->template_steps));
+    set(o, "shard", shard_name(job));
+    set(o, "error_file", json_string(job->error_file ? job->error_file : ""));
     set(o, "chat_template",
         job->chat_template ? template_hash(job, err) : json_string("model's own"));
     set(o, "seed", json_integer(job->seed));
@@ -83,7 +99,7 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "min_tokens", json_integer(job->min_tokens));
     set(o, "ignore_eos", json_boolean(job->ignore_eos));
     set(o, "stop", list_text(&job->stop));
-    if (json_object_size(o) == 24) return o;
+    if (json_object_size(o) == 31) return o;
     bg_fail(err, BG_NOMEM, "out of memory for the job's identity");
     json_decref(o);
     return NULL;

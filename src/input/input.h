@@ -105,9 +105,9 @@ typedef struct bg_request {
     int n_stop_ids;
     bg_bias *bias;
     int n_bias;
-    char *fingerprint_text; /* canonical JSON of what was asked (without the id), for pairing by
-                               content */
-    json_t *root;           /* what the pointers above point into */
+    uint64_t content_hash; /* of what was asked, the id left out, for pairing by content; of a line
+                              that cannot be read: of its bytes. Never 0 */
+    json_t *root;          /* what the pointers above point into */
     /* Not NULL: the record cannot run. code is one of the stable codes below; field names the
      * offending one. */
     const char *error_code;
@@ -118,6 +118,7 @@ typedef struct bg_request {
 /* Stable codes of bad records: also the values that schemas/result.schema.json lists. */
 #define BG_CODE_JSON        "invalid_json" /* not JSON, or not UTF-8: with the byte offset */
 #define BG_CODE_LINE_LONG   "line_too_long"
+#define BG_CODE_DEEP        "too_deep"      /* nested deeper than the limit: with the byte offset */
 #define BG_CODE_FIELD       "invalid_field" /* wrong type or value: names the field */
 #define BG_CODE_MISSING     "missing_field"
 #define BG_CODE_UNSUPPORTED "unsupported" /* a field we know and cannot honour */
@@ -128,12 +129,14 @@ typedef struct bg_request {
 #define BG_CODE_TEMPLATE    "template_error"  /* the chat template refused: its own message */
 #define BG_CODE_TOKEN       "invalid_token"   /* a token id that the vocabulary does not have */
 #define BG_CODE_MODEL       "model_mismatch"  /* --strict-model */
+#define BG_CODE_RESULT_LONG "result_too_long" /* --max-result */
 #define BG_CODE_INTERNAL    "internal_error"
 
 typedef struct bg_request_limits { /* 0: the default */
     int max_n;                     /* 128 */
     int max_stops;                 /* 64 */
     int max_logprobs;              /* 20 */
+    int max_nesting;               /* 64: objects and arrays inside each other, 1,024 at most */
 } bg_request_limits;
 
 /* Parses a line into *r (caller's memory; end it with bg_request_release in every case). Bad lines

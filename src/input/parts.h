@@ -17,8 +17,9 @@ typedef struct bg_parse {
 
 bool bg_parse_settings(
     bg_parse *c); /* settings.c: gen, stops, bias; refuses what cannot be honoured */
-bool bg_parse_messages(bg_parse *c); /* prompt.c: messages, tools, template settings */
-bool bg_parse_prompts(bg_parse *c);  /* prompt.c: prompt */
+bool bg_parse_messages(bg_parse *c);          /* prompt.c: messages, tools, template settings */
+bool bg_parse_prompts(bg_parse *c);           /* prompt.c: prompt */
+uint64_t bg_parse_content(const bg_parse *c); /* content.c: the request's content_hash */
 
 /* The field, or NULL when it is not there or null. */
 json_t *bg_parse_field(const bg_parse *c, const char *name);

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "base/buf.h"
+#include "base/hash.h"
 #include "base/utf8.h"
 #include "input/parts.h"
 #include "input/scan.h"
@@ -183,51 +184,16 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
     return r->error_message ? false : bg_parse_nomem(c);
 }
 
-static int by_name(const void *a, const void *b)
+/* The bracket at `at` is one too many. Said before a parser, which recurses, sees the line. */
+static bool too_deep(bg_parse *c, const char *s, size_t n, size_t at, size_t bom)
 {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
-
-/* What pairs a record with an earlier result of the same content: the fields in a fixed order.
- * Inside a field the order stays, because a chat template may print it. */
-static bool fingerprint(bg_parse *c)
-{
-    static const char *const not_content[] = {"id", "custom_id"};
-    json_t *top = json_copy(c->body);
-    bg_buf b = {0};
-    bool ok = top != NULL;
-    if (ok && !c->r->openai)
-        for (size_t i = 0; i < 2; i++)
-            json_object_del(top, not_content[i]);
-    size_t n = 0;
-    const char **keys = calloc(json_object_size(top) + 1, sizeof *keys);
-    ok = ok && keys;
-    const char *key;
-    json_t *value;
-    if (ok) {
-        json_object_foreach(top, key, value) keys[n++] = key;
-        qsort(keys, n, sizeof *keys, by_name);
-        bg_buf_str(&b, c->r->api == BG_API_CHAT ? "chat{" : "completion{");
-    }
-    for (size_t i = 0; ok && i < n; i++) {
-        if (i) bg_buf_char(&b, ',');
-        bg_buf_json(&b, keys[i], strlen(keys[i]));
-        bg_buf_char(&b, ':');
-        char *text = json_dumps(json_object_get(top, keys[i]), JSON_COMPACT | JSON_ENCODE_ANY);
-        if (!text)
-            ok = false;
-        else
-            bg_buf_str(&b, text);
-        free(text);
-    }
-    if (ok) {
-        bg_buf_char(&b, '}');
-        c->r->fingerprint_text = bg_buf_take(&b);
-    }
-    bg_buf_release(&b);
-    free(keys);
-    json_decref(top);
-    return c->r->fingerprint_text ? true : bg_parse_nomem(c);
+    bg_scan scan;
+    bg_scan_line(s, n, at, &scan);
+    if (!salvage_id(c, s, n, &scan)) return false;
+    bg_request_reject(c->r, BG_CODE_DEEP, scan.path[0] ? scan.path : NULL,
+                      "%s%snested deeper than the %d levels allowed at byte %zu", scan.path,
+                      scan.path[0] ? " is " : "", c->limits.max_nesting, at + bom);
+    return c->r->error_message ? false : bg_parse_nomem(c);
 }
 
 static bool openai_line(bg_parse *c)
@@ -296,6 +262,8 @@ static bool parse(bg_parse *c, const bg_line *line)
     size_t bom = line->n >= 3 && memcmp(line->data, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
     const char *s = line->data + bom;
     size_t n = line->n - bom;
+    r->content_hash = bg_hash64(s, n, 0);
+    if (!r->content_hash) r->content_hash = 1;
     if (line->too_long) {
         bg_scan scan;
         bg_scan_line(s, n, n, &scan);
@@ -304,6 +272,8 @@ static bool parse(bg_parse *c, const bg_line *line)
                           "the line is longer than the %zu bytes allowed", line->n);
         return r->error_message ? false : bg_parse_nomem(c);
     }
+    size_t deep = bg_scan_too_deep(s, n, c->limits.max_nesting);
+    if (deep) return too_deep(c, s, n, deep - 1, bom);
     const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_error_t e = {0};
     r->root = json_loadb(s, n, flags, &e);
@@ -323,7 +293,8 @@ static bool parse(bg_parse *c, const bg_line *line)
                 (bg_parse_field(c, "custom_id") && !bg_parse_field(c, "prompt") &&
                  !bg_parse_field(c, "messages"));
     if (!(r->openai ? openai_line(c) : plain_line(c))) return false;
-    return model_name(c) && fingerprint(c) && bg_parse_settings(c) &&
+    r->content_hash = bg_parse_content(c);
+    return model_name(c) && bg_parse_settings(c) &&
            (r->api == BG_API_CHAT ? bg_parse_messages(c) : bg_parse_prompts(c));
 }
 
@@ -335,11 +306,13 @@ bg_status bg_request_parse(bg_request *r, const bg_line *line, const bg_gen *def
                       .file = line->file,
                       .gen = *defaults,
                       .add_generation_prompt = true};
-    bg_parse c = {
-        .r = r, .prefix = "", .limits = {.max_n = 128, .max_stops = 64, .max_logprobs = 20}};
+    bg_parse c = {.r = r,
+                  .prefix = "",
+                  .limits = {.max_n = 128, .max_stops = 64, .max_logprobs = 20, .max_nesting = 64}};
     if (limits && limits->max_n) c.limits.max_n = limits->max_n;
     if (limits && limits->max_stops) c.limits.max_stops = limits->max_stops;
     if (limits && limits->max_logprobs) c.limits.max_logprobs = limits->max_logprobs;
+    if (limits && limits->max_nesting) c.limits.max_nesting = limits->max_nesting;
     (void)parse(&c, line); /* false is told by error_code or nomem */
     if (c.nomem) return bg_fail(err, BG_NOMEM, "line %lld: out of memory", (long long)line->line);
     return BG_OK;
@@ -357,7 +330,6 @@ void bg_request_release(bg_request *r)
     free(r->bias);
     free(r->id);
     free(r->model);
-    free(r->fingerprint_text);
     free(r->error_message);
     json_decref(r->root);
     *r = (bg_request){0};

@@ -115,3 +115,48 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
     }
     print_path(s, stack, depth < MAX_DEPTH ? depth : MAX_DEPTH, out->path, sizeof out->path);
 }
+
+/* Whether at least `more` bytes of s[0..n) are brackets that open something, in strings or not. */
+static bool may_nest(const char *s, size_t n, int more)
+{
+    for (int k = 0; k < 2; k++) {
+        const char *end = s + n, *at = s;
+        while (more > 0 && (at = memchr(at, k ? '[' : '{', (size_t)(end - at)))) {
+            more--;
+            at++;
+        }
+    }
+    return more <= 0;
+}
+
+/* As string_end(), but fast for long strings; n: it has no end. */
+static size_t skip_string(const char *s, size_t i, size_t n)
+{
+    size_t start = i + 1;
+    for (size_t from = start;;) {
+        const char *quote = memchr(s + from, '"', n - from);
+        if (!quote) return n;
+        size_t at = (size_t)(quote - s), b = at;
+        while (b > start && s[b - 1] == '\\')
+            b--;
+        if ((at - b) % 2 == 0) return at + 1;
+        from = at + 1;
+    }
+}
+
+size_t bg_scan_too_deep(const char *s, size_t n, int max)
+{
+    if (!may_nest(s, n, max + 1)) return 0; /* nearly every line: no more is looked at */
+    int depth = 0;
+    for (size_t i = 0; i < n;) {
+        char c = s[i];
+        if (c == '"') {
+            i = skip_string(s, i, n);
+            continue;
+        }
+        if ((c == '{' || c == '[') && ++depth > max) return i + 1;
+        if ((c == '}' || c == ']') && depth) depth--;
+        i++;
+    }
+    return 0;
+}

@@ -19,4 +19,9 @@ typedef struct bg_scan {
 /* Walks s[0..n) up to `end`. */
 void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out);
 
+/* Where s[0..n) nests deeper than `max` levels: the offset + 1 of the bracket; 0: nowhere. Brackets
+ * in strings do not count. What is in front of the first error of a line that is not JSON is seen
+ * as a parser would see it. */
+size_t bg_scan_too_deep(const char *s, size_t n, int max);
+
 #endif

@@ -29,11 +29,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         check(json_is_string(id) || json_is_integer(id));
         json_decref(id);
     }
+    check(r.content_hash != 0);
     if (r.error_code) {
         check(r.error_message && *r.error_message);
     } else {
         check(r.gen.n >= 1 && r.gen.max_tokens >= 0 && r.gen.temperature >= 0 && r.gen.top_k >= 0);
-        check(r.fingerprint_text != NULL);
         if (r.api == BG_API_CHAT)
             check(json_array_size(r.messages) > 0);
         else

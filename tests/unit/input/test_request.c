@@ -2,10 +2,12 @@
 
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/buf.h"
 #include "input/input.h"
 
 /* ---- memory that runs out
@@ -485,7 +487,7 @@ Test(request, long_and_deep_lines)
     static char deep[100000];
     memset(deep, '[', sizeof deep);
     cr_assert_eq(parse_n(&r, deep, sizeof deep), BG_OK);
-    cr_expect_str_eq(r.error_code, BG_CODE_JSON);
+    cr_expect_str_eq(r.error_code, BG_CODE_DEEP);
     bg_request_release(&r);
     cr_assert_eq(parse_n(&r, "{\"prompt\":\0\"x\"}", 15), BG_OK);
     cr_expect_str_eq(r.error_code, BG_CODE_JSON);
@@ -495,29 +497,183 @@ Test(request, long_and_deep_lines)
 /* ---- content
  * ------------------------------------------------------------------------------------------ */
 
-static char *fingerprint(const char *line)
+static uint64_t content(const char *line)
 {
     bg_request r = parse(line);
     cr_assert_null(r.error_code, "%s: %s", line, r.error_message);
-    char *s = strdup(r.fingerprint_text);
+    uint64_t h = r.content_hash;
+    cr_assert_neq(h, 0);
     bg_request_release(&r);
+    return h;
+}
+
+Test(request, content_hash_is_of_the_content)
+{
+    static const char *const same[][2] = {
+        {"{\"id\":1,\"prompt\":\"x\",\"n\":1}",
+         "{ \"n\" : 1, \"prompt\":\"\\u0078\", \"id\":\"other\"}"},
+        {"{\"id\":1,\"prompt\":\"x\"}", "{\"prompt\":\"x\",\"seed\":null,\"custom_id\":\"b\"}"},
+        {"{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}",
+         "{\"messages\":[{\"content\":\"x\",\"role\":\"user\"}]}"},
+        {"{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"x\"}]}]}",
+         "{\"messages\":[{\"role\":\"user\",\"content\":[{\"text\":\"x\",\"type\":\"text\"}]}]}"},
+    };
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++)
+        cr_expect_eq(content(same[i][0]), content(same[i][1]), "%s", same[i][0]);
+    /* All of these differ from each other. */
+    static const char *const others[] = {
+        "{\"prompt\":\"x\"}",
+        "{\"prompt\":\"y\"}",
+        "{\"prompt\":\"x\",\"n\":1}",
+        "{\"prompt\":\"x\",\"n\":2}",
+        "{\"prompt\":\"x\",\"seed\":9007199254740992}",
+        "{\"prompt\":\"x\",\"seed\":9007199254740993}",
+        "{\"prompt\":\"x\",\"temperature\":0}",
+        "{\"prompt\":\"x\",\"temperature\":0.5}",
+        "{\"prompt\":\"x\",\"temperature\":0.50000000000000011}",
+        "{\"prompt\":\"x\",\"top_p\":0.5}",
+        "{\"prompt\":[\"x\"]}",
+        "{\"prompt\":[\"x\",\"y\"]}",
+        "{\"prompt\":[\"y\",\"x\"]}",
+        "{\"prompt\":[1,2]}",
+        "{\"prompt\":[12]}",
+        "{\"prompt\":[[1],[2]]}",
+        "{\"prompt\":[[1,2]]}",
+        "{\"prompt\":\"x\\u0000\"}",
+        "{\"prompt\":\"x\",\"stop\":\"a\"}",
+        "{\"prompt\":\"x\",\"stop\":[\"a\"]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"system\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"},{\"role\":\"user\",\"content\":\"y\"}"
+        "]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"y\"},{\"role\":\"user\",\"content\":\"x\"}"
+        "]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":[{\"a\":1,\"b\":2}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":[{\"b\":2,\"a\":1}]}",
+        "{\"custom_id\":\"q\",\"method\":\"POST\",\"url\":\"/v1/completions\","
+        "\"body\":{\"prompt\":\"x\"}}",
+        "{\"custom_id\":\"q\",\"method\":\"POST\",\"url\":\"/v1/completions\","
+        "\"body\":{\"prompt\":\"x\",\"id\":1}}",
+    };
+    enum { N = sizeof others / sizeof *others };
+    uint64_t h[N];
+    for (size_t i = 0; i < N; i++) {
+        h[i] = content(others[i]);
+        for (size_t k = 0; k < i; k++)
+            cr_expect_neq(h[i], h[k], "%s and %s", others[i], others[k]);
+    }
+}
+
+/* A bad record can be paired, too: by its fields, or by its bytes when they cannot be read. */
+Test(request, content_hash_of_bad_lines)
+{
+    static const char *const lines[] = {"{\"prompt\":", "{\"prompt\": ", "[1]",
+                                        "{\"prompt\":\"x\",\"n\":-1}"};
+    uint64_t h[4];
+    for (size_t i = 0; i < 4; i++) {
+        bg_request r = parse(lines[i]);
+        cr_assert(r.error_code);
+        h[i] = r.content_hash;
+        cr_expect_neq(h[i], 0);
+        for (size_t k = 0; k < i; k++)
+            cr_expect_neq(h[i], h[k]);
+        bg_request_release(&r);
+    }
+}
+
+/* ---- nesting
+ * ------------------------------------------------------------------------------------------ */
+
+/* `depth` levels in all: the object of the line and arrays, or objects, in its field x. */
+static char *nested(size_t depth, bool objects, bool closed)
+{
+    static const char open_object[] = "{\"a\":";
+    char *s = malloc(depth * 8 + 64), *p = s;
+    cr_assert(s);
+    p += sprintf(p, "{\"id\":\"n\",\"prompt\":\"p\",\"x\":");
+    for (size_t i = 1; i < depth; i++)
+        p += sprintf(p, "%s", objects ? open_object : "[");
+    *p++ = '1';
+    for (size_t i = 1; closed && i < depth; i++)
+        *p++ = objects ? '}' : ']';
+    if (closed) *p++ = '}';
+    *p = 0;
     return s;
 }
 
-Test(request, fingerprint_is_of_the_content)
+static const char *code_of_nested(size_t depth, bool objects, bool closed, int max)
 {
-    char *a = fingerprint("{\"id\":1,\"prompt\":\"x\",\"n\":1}");
-    char *b = fingerprint("{ \"n\" : 1, \"prompt\":\"\\u0078\", \"id\":\"other\"}");
-    char *c = fingerprint("{\"id\":1,\"prompt\":\"y\",\"n\":1}");
-    char *d = fingerprint("{\"custom_id\":\"q\",\"method\":\"POST\",\"url\":\"/v1/completions\","
-                          "\"body\":{\"n\":1,\"prompt\":\"x\"}}");
-    cr_expect_str_eq(a, b);
-    cr_expect_str_eq(a, d);
-    cr_expect_str_neq(a, c);
-    free(a);
-    free(b);
-    free(c);
-    free(d);
+    char *s = nested(depth, objects, closed);
+    bg_gen gen;
+    bg_gen_defaults(&gen);
+    bg_line line = {.line = 1, .data = s, .n = strlen(s)};
+    bg_error err = {0};
+    bg_request_limits limits = {.max_nesting = max};
+    bg_request r;
+    cr_assert_eq(bg_request_parse(&r, &line, &gen, &limits, &err), BG_OK);
+    cr_expect_str_eq(r.id, "\"n\"");
+    const char *code = r.error_code ? r.error_code : "";
+    if (strcmp(code, BG_CODE_DEEP) == 0) {
+        cr_expect(r.error_message && strstr(r.error_message, "byte "), "%s", r.error_message);
+        cr_expect_eq(strncmp(r.error_param, "x", 1), 0, "%s", r.error_param);
+    }
+    bg_request_release(&r);
+    free(s);
+    return code;
+}
+
+Test(request, nesting)
+{
+    for (int objects = 0; objects < 2; objects++) {
+        cr_expect_str_eq(code_of_nested(63, objects, true, 0), "");
+        cr_expect_str_eq(code_of_nested(64, objects, true, 0), "");
+        cr_expect_str_eq(code_of_nested(65, objects, true, 0), BG_CODE_DEEP);
+        cr_expect_str_eq(code_of_nested(65, objects, false, 0), BG_CODE_DEEP);
+        cr_expect_str_eq(code_of_nested(64, objects, false, 0), BG_CODE_JSON);
+        cr_expect_str_eq(code_of_nested(100000, objects, true, 0), BG_CODE_DEEP);
+        cr_expect_str_eq(code_of_nested(1024, objects, true, 1024), "");
+        cr_expect_str_eq(code_of_nested(1025, objects, true, 1024), BG_CODE_DEEP);
+        cr_expect_str_eq(code_of_nested(4, objects, true, 4), "");
+        cr_expect_str_eq(code_of_nested(5, objects, true, 4), BG_CODE_DEEP);
+    }
+    /* Neither breadth nor brackets in text count. */
+    bg_buf b = {0};
+    bg_buf_str(&b, "{\"prompt\":\"\\\\\",\"a\":\"\\\"[[");
+    for (int i = 0; i < 200; i++)
+        bg_buf_str(&b, "[{");
+    bg_buf_str(&b, "\",\"b\":[");
+    for (int i = 0; i < 200; i++)
+        bg_buf_str(&b, "[{}],");
+    bg_buf_str(&b, "0]}");
+    bg_request r;
+    cr_assert_eq(parse_n(&r, b.data, b.len), BG_OK);
+    cr_expect_null(r.error_code, "%s", r.error_message);
+    bg_request_release(&r);
+    bg_buf_release(&b);
+}
+
+/* What recurses over a line's data has a bounded stack: the deepest that an option allows fits into
+ * the smallest that threads are given anywhere. */
+static void *parse_deepest(void *arg)
+{
+    (void)arg;
+    static char failed[] = "failed";
+    for (int objects = 0; objects < 2; objects++)
+        if (strcmp(code_of_nested(1024, objects, true, 1024), "") != 0) return failed;
+    return NULL;
+}
+
+Test(request, deepest_nesting_in_a_small_stack)
+{
+    pthread_attr_t attr;
+    pthread_t t;
+    void *failed = NULL;
+    pthread_attr_init(&attr);
+    cr_assert_eq(pthread_attr_setstacksize(&attr, CAN_FAIL ? 256 << 10 : 4 << 20), 0);
+    cr_assert_eq(pthread_create(&t, &attr, parse_deepest, NULL), 0);
+    pthread_join(t, &failed);
+    cr_expect_null(failed);
+    pthread_attr_destroy(&attr);
 }
 
 Test(request, reject_replaces_the_message)

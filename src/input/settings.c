@@ -273,7 +273,7 @@ static const refused list[] = {
     {"thinking_token_budget", OK_NONE, NULL},
     {"use_beam_search", OK_FALSE, NULL},
     {"length_penalty", OK_ONE, NULL},
-    {"truncate_prompt_tokens", OK_NONE, "use --truncate-prompt"},
+    {"truncate_prompt_tokens", OK_NONE, NULL},
     {"prompt_logprobs", OK_NONE, NULL},
     {"prompt_embeds", OK_NONE, NULL},
     {"suffix", OK_EMPTY, NULL},

@@ -104,8 +104,8 @@ int bg_job_n_prompts(const bg_request *r)
     return r->api == BG_API_CHAT ? 1 : r->n_prompts;
 }
 
-static bg_status encode_chat(const bg_text_model *m, bg_request *r, int64_t wall_s, bg_ids *ids,
-                             bg_error *err)
+static bg_status encode_chat(const bg_text_model *m, const bg_job *job, bg_request *r,
+                             int64_t wall_s, bg_ids *ids, bg_error *err)
 {
     if (!m->chat) {
         bg_request_reject(r, BG_CODE_TEMPLATE, "messages",
@@ -120,10 +120,11 @@ static bg_status encode_chat(const bg_text_model *m, bg_request *r, int64_t wall
                               .eos = m->eos,
                               .add_generation_prompt = r->add_generation_prompt,
                               .wall_s = wall_s};
+    const bg_chat_limits limits = {.steps = job->template_steps};
     bg_rendered out = {0};
     bg_error e = {0};
     bg_status st =
-        bg_chat_render(r->tools && m->chat_tools ? m->chat_tools : m->chat, &in, NULL, &out, &e);
+        bg_chat_render(r->tools && m->chat_tools ? m->chat_tools : m->chat, &in, &limits, &out, &e);
     if (st == BG_NOMEM)
         bg_fail(err, st, "%s", e.text);
     else if (st)
@@ -168,6 +169,11 @@ static void check_ids(const bg_text_model *m, const bg_job *job, bg_request *r, 
             "the prompt has %zu tokens and the context holds %lld: at most %lld leave "
             "room for an answer; see --max-model-len",
             ids->n, (long long)limit, (long long)limit - 1);
+    else if (job->max_prompt_tokens && (int64_t)ids->n > job->max_prompt_tokens)
+        bg_request_reject(r, BG_CODE_TOO_LONG, r->api == BG_API_CHAT ? "messages" : "prompt",
+                          "the prompt has %zu tokens and the job allows %lld; see "
+                          "--max-prompt-tokens",
+                          ids->n, (long long)job->max_prompt_tokens);
 }
 
 static void check_settings(const bg_text_model *m, bg_request *r)
@@ -196,7 +202,7 @@ bg_status bg_job_encode(const bg_text_model *m, const bg_job *job, bg_request *r
     if (!list) return bg_fail(err, BG_NOMEM, "out of memory for a prompt");
     bg_status st = BG_OK;
     for (int i = 0; !st && !r->error_code && i < n; i++) {
-        st = r->api == BG_API_CHAT ? encode_chat(m, r, wall_s, &list[i], err)
+        st = r->api == BG_API_CHAT ? encode_chat(m, job, r, wall_s, &list[i], err)
                                    : encode_prompt(m, r, &r->prompts[i], &list[i], err);
         if (!st) check_ids(m, job, r, &list[i]);
     }

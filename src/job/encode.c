@@ -104,11 +104,23 @@ int bg_job_n_prompts(const bg_request *r)
     return r->api == BG_API_CHAT ? 1 : r->n_prompts;
 }
 
+/* A field's full name: batch lines have theirs in the body. */
+static const char *field(const bg_request *r, const char *name, const char *in_body)
+{
+    return r->openai ? in_body : name;
+}
+
+static const char *prompt_field(const bg_request *r)
+{
+    return r->api == BG_API_CHAT ? field(r, "messages", "body.messages")
+                                 : field(r, "prompt", "body.prompt");
+}
+
 static bg_status encode_chat(const bg_text_model *m, const bg_job *job, bg_request *r,
                              int64_t wall_s, bg_ids *ids, bg_error *err)
 {
     if (!m->chat) {
-        bg_request_reject(r, BG_CODE_TEMPLATE, "messages",
+        bg_request_reject(r, BG_CODE_TEMPLATE, prompt_field(r),
                           "the model has no chat template; give --chat-template FILE, or a prompt "
                           "instead of messages");
         return BG_OK;
@@ -128,7 +140,7 @@ static bg_status encode_chat(const bg_text_model *m, const bg_job *job, bg_reque
     if (st == BG_NOMEM)
         bg_fail(err, st, "%s", e.text);
     else if (st)
-        bg_request_reject(r, BG_CODE_TEMPLATE, "messages", "%s", e.text);
+        bg_request_reject(r, BG_CODE_TEMPLATE, prompt_field(r), "%s", e.text);
     else
         st = bg_tokenize(m->vocab, out.segs, out.n_segs, true, ids, err);
     bg_rendered_release(&out);
@@ -144,7 +156,7 @@ static bg_status encode_prompt(const bg_text_model *m, bg_request *r, const bg_p
     }
     for (size_t i = 0; i < p->n_ids; i++) {
         if (p->ids[i] < 0 || p->ids[i] >= m->desc.vocab_size) {
-            bg_request_reject(r, BG_CODE_TOKEN, "prompt",
+            bg_request_reject(r, BG_CODE_TOKEN, prompt_field(r),
                               "token id %d at place %zu; the model's ids are 0 to %d", p->ids[i], i,
                               m->desc.vocab_size - 1);
             return BG_OK;
@@ -161,16 +173,15 @@ static void check_ids(const bg_text_model *m, const bg_job *job, bg_request *r, 
                                          : m->desc.n_ctx_train;
     if (r->error_code) return;
     if (!ids->n)
-        bg_request_reject(r, BG_CODE_EMPTY, r->api == BG_API_CHAT ? "messages" : "prompt",
-                          "the prompt has no tokens");
+        bg_request_reject(r, BG_CODE_EMPTY, prompt_field(r), "the prompt has no tokens");
     else if ((int64_t)ids->n >= limit)
         bg_request_reject(
-            r, BG_CODE_TOO_LONG, r->api == BG_API_CHAT ? "messages" : "prompt",
+            r, BG_CODE_TOO_LONG, prompt_field(r),
             "the prompt has %zu tokens and the context holds %lld: at most %lld leave "
             "room for an answer; see --max-model-len",
             ids->n, (long long)limit, (long long)limit - 1);
     else if (job->max_prompt_tokens && (int64_t)ids->n > job->max_prompt_tokens)
-        bg_request_reject(r, BG_CODE_TOO_LONG, r->api == BG_API_CHAT ? "messages" : "prompt",
+        bg_request_reject(r, BG_CODE_TOO_LONG, prompt_field(r),
                           "the prompt has %zu tokens and the job allows %lld; see "
                           "--max-prompt-tokens",
                           ids->n, (long long)job->max_prompt_tokens);
@@ -180,12 +191,12 @@ static void check_settings(const bg_text_model *m, bg_request *r)
 {
     for (int i = 0; !r->error_code && i < r->n_bias; i++)
         if (r->bias[i].token < 0 || r->bias[i].token >= m->desc.vocab_size)
-            bg_request_reject(r, BG_CODE_TOKEN, "logit_bias",
+            bg_request_reject(r, BG_CODE_TOKEN, field(r, "logit_bias", "body.logit_bias"),
                               "token id %d; the model's ids are 0 to %d", r->bias[i].token,
                               m->desc.vocab_size - 1);
     for (int i = 0; !r->error_code && i < r->n_stop_ids; i++)
         if (r->stop_ids[i] < 0 || r->stop_ids[i] >= m->desc.vocab_size)
-            bg_request_reject(r, BG_CODE_TOKEN, "stop_token_ids",
+            bg_request_reject(r, BG_CODE_TOKEN, field(r, "stop_token_ids", "body.stop_token_ids"),
                               "token id %d; the model's ids are 0 to %d", r->stop_ids[i],
                               m->desc.vocab_size - 1);
 }

@@ -130,6 +130,7 @@ static void work(void *ctx, void *p)
     item->line.data = item->data;
     item->st = bg_request_parse(&item->req, &item->line, &f->defaults, &f->limits, &item->err);
     if (!item->st) check_model(f, &item->req);
+    item->uses_id = !item->st && item->req.id && !item->req.error_code;
     if (item->st || item->done || item->other || item->req.error_code) return;
     item->st = default_stops(f->c.job, &item->req, &item->err);
     if (!item->st && f->c.model)
@@ -200,7 +201,8 @@ bg_status bg_feed_open(bg_feed **out, const bg_feed_config *c, bg_error *err)
     f->c = *c;
     f->wall_s = bg_job_wall_s(c->job);
     defaults_of(c->job, &f->defaults);
-    f->limits = (bg_request_limits){.max_n = (int)c->job->max_n};
+    f->limits =
+        (bg_request_limits){.max_n = (int)c->job->max_n, .max_nesting = (int)c->job->max_nesting};
     pthread_mutex_init(&f->lock, NULL);
     pthread_cond_init(&f->room, NULL);
     int threads = (int)c->job->text_threads;
@@ -227,14 +229,21 @@ bg_status bg_feed_open(bg_feed **out, const bg_feed_config *c, bg_error *err)
     return st;
 }
 
-static bg_status check_id(bg_feed *f, bg_request *r, bg_error *err)
+/* Which use of an id is the second depends on the lines alone, not on what tokenising finds: a
+ * resumed run does not tokenise again what is done, and a check may have no model. */
+static bg_status check_id(bg_feed *f, bg_feed_item *item, bg_error *err)
 {
-    if (!r->id || r->error_code) return BG_OK;
+    bg_request *r = &item->req;
+    if (!item->uses_id) return BG_OK;
     int64_t first = bg_id_set_add(f->ids, r->id, strlen(r->id), r->record);
     if (first < 0) return bg_fail(err, BG_NOMEM, "out of memory for record ids");
-    if (first > 0)
-        bg_request_reject(r, BG_CODE_DUPLICATE, r->openai ? "custom_id" : "id",
-                          "the id was used before, on line %lld", (long long)first);
+    const char *param = r->openai ? "custom_id" : "id";
+    if (first > 0 && f->c.job->inputs.n > 1)
+        bg_request_reject(r, BG_CODE_DUPLICATE, param, "the id was used before, by record %lld",
+                          (long long)first - 1);
+    else if (first > 0)
+        bg_request_reject(r, BG_CODE_DUPLICATE, param, "the id was used before, on line %lld",
+                          (long long)first);
     return BG_OK;
 }
 
@@ -258,7 +267,7 @@ static bg_status next_item(bg_feed *f, bg_feed_item **out, bg_error *err)
     free(item->data);
     item->data = NULL;
     bg_status st = item->st ? bg_fail(err, item->st, "%s", item->err.text) : BG_OK;
-    if (!st) st = check_id(f, &item->req, err);
+    if (!st) st = check_id(f, item, err);
     if (st)
         bg_feed_item_free(item);
     else

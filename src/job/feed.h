@@ -15,6 +15,7 @@ typedef struct bg_feed_item {
     bg_request req; /* data released by bg_feed_item_free() unless moved out */
     bg_ids *ids;    /* n_prompts of them; NULL: none (error, done, or no model) */
     int n_prompts;
+    bool uses_id;         /* a well-formed request with an id */
     bool done;            /* its result is in the output already: only its id was of interest */
     bool other;           /* not of this shard or sample: only its id is of interest */
     bg_input_place place; /* input up to and with its line */

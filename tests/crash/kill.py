@@ -1,0 +1,776 @@
+#!/usr/bin/env python3
+"""Kills batchgen hundreds of times, resumes it each time, and looks for a lost line.
+
+    BUILD=build python3 tests/crash/kill.py --kills 200 [--seed 1] [--seconds 300] [--jobs 2]
+
+A campaign is one job of some shape (SHAPES), killed with SIGKILL again and again until its share of
+kills is used up, then run to its end. After every kill the files are verified (journal.py), and
+against the same job undisturbed: each committed result is byte-equal to that one's, none is twice
+or under another id, none that was committed before is missing, the tokens saved for sequences in
+flight agree with that one's and never become fewer. At the end all lines are equal, and the run
+that ended generated exactly the tokens that no earlier one had saved.
+
+What is done when follows from --seed; the moments themselves are the machine's. The first violation
+ends everything with status 1 and leaves the job's folder, with the files as they were before the
+last start in before/. Needs python3, lz4 and the build folder's batchgen and mkmodel only.
+"""
+import argparse
+import ctypes
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from journal import Journal, Violation, check, failed_line, read, require  # noqa: E402
+
+BUILD = os.path.abspath(os.environ.get("BUILD", "build"))
+BATCHGEN, MKMODEL = f"{BUILD}/batchgen", f"{BUILD}/mkmodel"
+HANG = 120  # seconds without an end after which a job counts as hung
+GONE = 20   # seconds for a killed job's processes to go
+LIBC = ctypes.CDLL(None)
+POLL = 0.001
+
+
+# ---- processes ---------------------------------------------------------------------------------
+
+def die_with_parent():
+    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def environment():
+    env = {k: v for k, v in os.environ.items() if not k.startswith("BATCHGEN_")}
+    env["XDG_CONFIG_HOME"] = "/nonexistent"
+    return env
+
+
+def start(args, log):
+    with open(log, "ab") as f:
+        return subprocess.Popen([BATCHGEN, *map(str, args)], stdin=subprocess.DEVNULL, stdout=f, stderr=f,
+                                env=environment(), start_new_session=True, preexec_fn=die_with_parent)
+
+
+def descendants(pid):
+    """[(pid, name)] below pid."""
+    out, todo = [], [pid]
+    while todo:
+        p = todo.pop(0)
+        try:
+            for t in os.listdir(f"/proc/{p}/task"):
+                with open(f"/proc/{p}/task/{t}/children") as f:
+                    kids = [int(x) for x in f.read().split()]
+                for k in kids:
+                    with open(f"/proc/{k}/comm") as f:
+                        out.append((k, f.read().strip()))
+                todo += kids
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return out
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def nap():
+    select.select([], [], [], POLL)
+
+
+def kill(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+# ---- jobs --------------------------------------------------------------------------------------
+
+WORDS = "the sea and a stone under light of morning where nobody had been before".split()
+
+
+def text(rnd, least, most):
+    return " ".join(rnd.choice(WORDS) for _ in range(rnd.randint(least, most)))
+
+
+def short(n, most=12):
+    rnd = random.Random(n)
+    return [{"id": f"s{i}", "prompt": text(rnd, 1, 30), "max_tokens": rnd.randint(1, most)} for i in range(n)]
+
+
+def mixed(n):
+    rnd = random.Random(n)
+    out = []
+    for i in range(n):
+        r = {"id": f"m{i}", "prompt": text(rnd, 1, 40), "max_tokens": rnd.randint(1, 60)}
+        if i % 3 == 0:
+            r["prompt"] = "A common beginning that many records share, long enough to fill blocks: " * 2 + r["prompt"]
+        if i % 4 == 1:
+            r.update(temperature=0.9, top_p=0.95)
+        if i % 5 == 3:
+            r["messages"] = [{"role": "user", "content": r.pop("prompt")}]
+        out.append(r)
+    return out
+
+
+def long(n, tokens):
+    rnd = random.Random(tokens)
+    return [{"id": f"l{i}", "prompt": text(rnd, 3, 20), "max_tokens": tokens - 10 * i, "ignore_eos": True,
+             **({"temperature": 0.8, "seed": i} if i % 2 else {})} for i in range(n)]
+
+
+def several(n):
+    rnd = random.Random(n)
+    return [{"id": f"n{i}", "prompt": text(rnd, 1, 10), "max_tokens": rnd.randint(20, 90), "n": 1 + i % 4,
+             "temperature": 1.1, "ignore_eos": i % 2 == 0} for i in range(n)]
+
+
+def with_errors(n):
+    out = mixed(n)
+    for i in range(0, n, 5):
+        out[i] = ["{not json", {"prompt": 7, "id": f"e{i}"}, {"id": "m1", "prompt": "again"}, {"id": f"f{i}", "messages": []},
+                  {"id": f"g{i}", "prompt": "word " * 3000}][i // 5 % 5]
+    return out
+
+
+def openai(n):
+    rnd = random.Random(n)
+    return [{"custom_id": f"o{i}", "method": "POST", "url": "/v1/chat/completions",
+             "body": {"model": "m", "messages": [{"role": "user", "content": text(rnd, 1, 20)}],
+                      "max_completion_tokens": rnd.randint(1, 80), "n": 1 + i % 2}} for i in range(n)]
+
+
+def logprobs(n):
+    return [{**r, "logprobs": 2} for r in mixed(n)]
+
+
+def stops(n):
+    return [{**r, "max_tokens": 200, "ignore_eos": True, "stop": ["e", "a"] if i % 2 else ["qu", "zz", "th"]}
+            for i, r in enumerate(mixed(n))]
+
+
+EACH = ["--commit-bytes", 1, "--commit-interval", 0.01]
+TINY_POOL = ["--max-model-len", 256, "--kv-cache-memory", "900KiB", "--max-num-seqs", 12]
+
+
+class Shape:
+    """A kind of job. extra: options that a feature needs, which is left out when it is not there."""
+
+    def __init__(self, name, records, *args, out="out.jsonl.lz4", preset="tiny-llama", exact=True, inputs=1,
+                 errors=None, needs=None, retry=False, shards=1, grow=4):
+        self.name, self.records, self.args, self.out, self.preset = name, records, list(args), out, preset
+        self.exact = exact      # the tokens of the last run can be counted
+        self.inputs, self.errors, self.needs, self.retry, self.shards = inputs, errors, needs, retry, shards
+        self.grow = grow        # commits that a run gets at most before it is killed
+
+
+SHAPES = [
+    Shape("many-short", short(600), *EACH),
+    Shape("plain-few", mixed(80), *EACH, "--max-num-seqs", 2, out="out.jsonl"),
+    Shape("tp2", mixed(120), *EACH, "--tp", 2, "--threads", 2),
+    Shape("tp2-plain-long", long(6, 300), *EACH, "--tp", 2, "--threads", 2, out="out.jsonl", grow=30),
+    Shape("long", long(8, 600), *EACH, "--max-num-seqs", 4, grow=40),
+    Shape("large-commits", mixed(300), "--commit-bytes", "8KiB", "--commit-interval", 0.05, grow=2),
+    Shape("sampling-n", several(50), *EACH, "--seed", 7),
+    Shape("errors", with_errors(150), *EACH, "--max-model-len", 512),
+    Shape("preempted", long(24, 200), *EACH, *TINY_POOL, grow=20),
+    Shape("gemma", mixed(60), *EACH, preset="tiny-gemma3"),
+    Shape("two-inputs-openai", openai(80), *EACH, inputs=2),
+    Shape("logprobs", logprobs(80), *EACH, exact=False),
+    Shape("stops", stops(60), *EACH, exact=False, out="out.jsonl"),
+    Shape("f32", mixed(40), *EACH, "--compute", "f32", "--max-num-seqs", 3),
+    Shape("error-file", with_errors(150), *EACH, "--max-model-len", 512, errors="bad.jsonl.lz4", needs="error-file"),
+    Shape("ordered", mixed(80), *EACH, "--ordered", needs="ordered", grow=12),
+    Shape("ordered-errors", with_errors(100), *EACH, "--ordered", "--max-model-len", 512, out="out.jsonl",
+          errors="bad.jsonl", needs="ordered", grow=12),
+    Shape("retry-failed", with_errors(100), *EACH, "--max-model-len", 512, needs="retry-failed", retry=True, grow=12),
+    Shape("shard", mixed(120), *EACH, needs="shard", shards=2),
+]
+
+
+class Job:
+    """A shape's input and command line in a folder."""
+
+    def __init__(self, shape, folder, model, shard=1):
+        self.shape, self.dir = shape, folder
+        self.out = f"{folder}/{shape.out}"
+        self.errors = f"{folder}/{shape.errors}" if shape.errors else None
+        lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in shape.records]
+        n, self.inputs, self.number = len(lines), [], {}
+        for k in range(shape.inputs):  # the same paths in every folder: they are in the results
+            name, first, last = f"in{k}.jsonl", k * n // shape.inputs, (k + 1) * n // shape.inputs
+            with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
+                f.write("".join(x + "\n" for x in lines[first:last]))
+            self.inputs.append(name)
+            for i in range(first, last):
+                self.number[(name if shape.inputs > 1 else None, i - first + 1)] = i
+        self.args = ["run", *self.inputs, "-o", self.out, "-m", model, "-q", *shape.args]
+        if self.errors:
+            self.args += ["--error-file", self.errors]
+        if shape.shards > 1:
+            self.args += ["--shard", f"{shard}/{shape.shards}"]
+        self.log = f"{folder}/log"
+
+    def record_of(self, obj):
+        """By line and file; and what the id says is the same record."""
+        key = (obj.get("file"), obj.get("line"))
+        require(key in self.number, "a result of line", key)
+        record = self.number[key]
+        wanted = self.shape.records[record]
+        if isinstance(wanted, dict):
+            for name in ("id", "custom_id"):
+                if name in wanted:
+                    require(obj.get(name) == wanted[name], "record", record, "has the id", obj.get(name),
+                            "and not", wanted[name])
+        return record
+
+    def start(self, *more):
+        here = os.getcwd()
+        os.chdir(self.dir)
+        try:
+            return start(self.args + list(more), self.log)
+        finally:
+            os.chdir(here)
+
+    def check(self, truth=None):
+        return check(self.out, self.record_of, self.errors, truth)
+
+
+class Reference:
+    """The same job undisturbed: results, and tokens as far as its journal had them."""
+
+    def __init__(self, shape, folder, model):
+        self.shape, self.truth, self.results, self.first_commit = shape, {}, {}, 0.1
+        self.missing = None
+        for k in range(shape.shards):
+            self._run(shape, f"{folder}/{k + 1}", model, k + 1)
+        if not self.missing and shape.shards == 1:
+            require(sorted(self.results) == list(range(len(shape.records))), shape.name, "undisturbed: not all records")
+
+    def _run(self, shape, folder, model, shard):
+        os.makedirs(folder)
+        job = Job(shape, folder, model, shard)
+        began = time.monotonic()
+        p = job.start("--summary", f"{folder}/summary.json")
+        last, first = b"", None
+        while p.poll() is None:  # the journal may be folded at the end: the longest one is kept
+            now = read(job.out + ".journal") or b""
+            if len(now) > len(last):
+                last = now
+            if first is None and b'{"commit"' in now:
+                first = time.monotonic() - began
+            require(time.monotonic() - began < HANG, shape.name, "undisturbed: hangs")
+            nap()
+        if p.returncode == 64 and shape.needs:
+            self.missing = "refused"
+            return
+        require(p.returncode in (0, 1), shape.name, "undisturbed: exit", p.returncode,
+                (read(job.log) or b"").decode(errors="replace")[-500:])
+        self.code = p.returncode
+        self.first_commit = first or self.first_commit
+        state = job.check()
+        for tokens in (Journal(last).ever, state.journal.ever):
+            for key, t in tokens.items():
+                if len(t) > len(self.truth.get(key, [])):
+                    self.truth[key] = t
+        self.results.update(state.results)
+        self.text = self._text(job)
+        with open(f"{folder}/summary.json") as f:
+            self.summary = json.load(f)
+        if shape.name == "preempted":
+            require(self.summary["engine"]["preemptions"] > 0, "the tiny pool preempts nothing")
+        works = {"error-file": lambda: any(part for part, _ in self.results.values()),
+                 "ordered": lambda: list(state.results) == sorted(state.results),
+                 "shard": lambda: len(state.results) <= len(shape.records) * 0.6}
+        if shape.needs in works and not works[shape.needs]():
+            self.missing = "without effect"
+
+    @staticmethod
+    def _text(job):
+        return subprocess.run(["lz4", "-dc", job.out], capture_output=True, check=True).stdout \
+            if job.out.endswith(".lz4") else read(job.out)
+
+
+# ---- a campaign ----------------------------------------------------------------------------------
+
+def completion_tokens(line):
+    obj = json.loads(line)
+    body = (obj.get("response") or {}).get("body") or obj
+    return (body.get("usage") or {}).get("completion_tokens", 0)
+
+
+class Campaign:
+    def __init__(self, reference, folder, model, seed, budget, shard=1):
+        self.ref, self.shape, self.dir, self.budget = reference, reference.shape, folder, budget
+        self.rnd = random.Random(seed)
+        os.makedirs(folder, exist_ok=True)
+        self.job = Job(self.shape, folder, model, shard)
+        self.state = self.job.check()
+        self.wanted = {r: v for r, v in self.ref.results.items()
+                       if self.shape.shards == 1 or r % self.shape.shards == shard - 1}
+        self.kills, self.starts, self.verified, self.busy = {}, 0, 0, 0
+        self.regained = self.gave_up = 0
+
+    def made(self):
+        return sum(self.kills.values())
+
+    def count(self, kind, moment):
+        key = f"{kind} {moment}"
+        self.kills[key] = self.kills.get(key, 0) + 1
+
+    # -- files
+
+    def save_before(self):
+        to = f"{self.dir}/before"
+        shutil.rmtree(to, ignore_errors=True)
+        os.makedirs(to)
+        for name in os.listdir(self.dir):
+            if name.startswith((self.shape.out, self.shape.errors or self.shape.out)):
+                shutil.copy2(f"{self.dir}/{name}", to)
+
+    def verify(self, retried=False):
+        old, new = self.state, self.job.check(self.ref.truth)
+        for record, (part, line) in new.results.items():
+            require(record in self.wanted, "record", record, "is not of this job")
+            require((part, line) == self.wanted[record], "record", record, "differs from the undisturbed run's:\n ",
+                    line[:300], "\n ", self.wanted[record][1][:300])
+        lost = [r for r in old.results if r not in new.results and not (retried and failed_line(old.results[r][1]))]
+        require(not lost, "committed results are lost: records", lost[:10])
+        if old.journal and new.journal:
+            for key, tokens in old.journal.partial.items():
+                if key[0] in new.journal.done:
+                    continue
+                now = new.journal.partial.get(key, [])
+                require(now[:len(tokens)] == tokens, "tokens saved for", key, "became fewer:", len(tokens), "->", len(now))
+        if new.journal:
+            for (record, _), tokens in new.journal.partial.items():
+                most = completion_tokens(self.wanted[record][1])
+                require(len(tokens) <= most, "record", record, "has", len(tokens), "tokens saved, its answer only", most)
+        self.verified += len(new.results)
+        self.state = new
+        return new
+
+    # -- moments
+
+    def seen(self):
+        """(commits in the journal, a file being replaced is there)"""
+        raw = read(self.job.out + ".journal") or b""
+        folded = any(os.path.exists(self.job.out + x) for x in (".rewrite", ".journal.new", ".journal.rewrite"))
+        return raw.count(b'{"commit"'), raw.count(b"\n"), folded
+
+    def await_moment(self, p, moment):
+        """Waits for it; False when the job ended before. Then some more time is let pass."""
+        rnd, began = self.rnd, time.monotonic()
+        base = self.seen()[0]
+        grow = rnd.randint(1, self.shape.grow)
+        jitter = rnd.choice([0, 0, rnd.uniform(0, 0.002), rnd.uniform(0, 0.02)])
+        delay = rnd.uniform(0, 1.2 * self.ref.first_commit)
+        size = os.path.getsize(self.job.out) if os.path.exists(self.job.out) else 0
+        total = len(self.wanted)
+        while p.poll() is None:
+            passed = time.monotonic() - began
+            require(passed < HANG, "the job hangs")
+            commits, _, folded = self.seen()
+            if moment == "start-up" and passed >= delay:
+                return True
+            if moment == "growth" and commits >= base + grow:
+                break
+            if moment == "write" and commits >= base + grow - 1:
+                now = os.path.getsize(self.job.out) if os.path.exists(self.job.out) else 0
+                if now > size:
+                    return p.poll() is None  # at once: perhaps between the results and their entry
+                size = now
+            if moment == "finish":
+                raw = read(self.job.out + ".journal") or b""
+                if folded or b'{"end"' in raw or b'{"rewrite"' in raw or self.committed(raw) >= total - 1:
+                    break
+            if moment != "write" and moment != "start-up":
+                nap()
+        else:
+            return False
+        until = time.monotonic() + jitter
+        while time.monotonic() < until and p.poll() is None:
+            nap()
+        return p.poll() is None
+
+    @staticmethod
+    def committed(raw):
+        try:
+            return len(Journal(raw).done)
+        except Violation:  # read while it is written or replaced
+            return 0
+
+    def choose(self):
+        fresh = not self.state.results
+        moment = self.rnd.choices(["start-up", "growth", "write", "finish"], [3, 8, 6, 1 if self.made() < self.budget / 2 else 3])[0]
+        target = self.rnd.choices(["coordinator", "rank", "nursery", "all", "ranks", "term"], [12, 4, 2, 3, 1, 2])[0]
+        return target, moment, "start-up" if fresh and moment == "start-up" else \
+            "recovery" if moment == "start-up" else moment
+
+    # -- kills
+
+    def strike(self, p, target, moment):
+        """Kills; True when the coordinator is among the dead."""
+        family = descendants(p.pid)
+        ranks = [k for k, name in family if name.startswith("bg-rank")]
+        nursery = [k for k, name in family if name == "bg-nursery"]
+        if target == "rank" and ranks and kill(self.rnd.choice(ranks)):
+            self.count("rank", moment)
+            return False
+        if target == "ranks" and ranks:
+            self.rnd.shuffle(ranks)
+            if any([kill(k) for k in ranks]):
+                self.count("every rank", moment)
+            return False
+        if target == "nursery" and nursery and kill(nursery[0]):
+            self.count("nursery", moment)
+            return False
+        if target == "term":
+            p.send_signal(signal.SIGTERM)
+            self.count("SIGTERM, not a kill", moment)
+            return False
+        if target == "all":
+            everyone = [p.pid] + [k for k, _ in family]
+            self.rnd.shuffle(everyone)
+            for k in everyone:
+                kill(k)
+            self.count("all at once", moment)
+            return True
+        kill(p.pid)
+        self.count("coordinator", moment)
+        return True
+
+    def wait(self, p):
+        until = time.monotonic() + HANG
+        while p.poll() is None:
+            require(time.monotonic() < until, "the job hangs")
+            nap()
+        return p.returncode
+
+    def gone(self, family):
+        until = time.monotonic() + GONE
+        for pid, name in family:
+            while alive(pid):
+                require(time.monotonic() < until, f"{name} ({pid}) outlives its job")
+                nap()
+
+    def ended(self, p, before, struck, retried):
+        """The job ended by itself. True: it is complete."""
+        code, said = p.returncode, (read(self.job.log) or b"").decode(errors="replace")[-600:]
+        if code == 75 and "SIGTERM, not a kill" in struck:
+            self.verify(retried)
+            return False
+        if code == 75 and "another run" in said and not struck:
+            self.busy += 1
+            require(self.busy < 20, "the lock of a killed run stays")
+            nap()
+            return False
+        if code == 69 and struck:
+            self.gave_up += 1
+            self.verify(retried)
+            return False
+        require(code == self.ref.code, "exit", code, "and not", self.ref.code, "; it says:", said)
+        state = self.verify(retried)
+        require(state.stage == "end", "it ended with", code, "but its journal has no end")
+        self.count_tokens(before, state)
+        return True
+
+    def count_tokens(self, before, after):
+        """The run generated what was neither committed nor saved, and nothing else."""
+        if not self.shape.exact or self.shape.retry or before.stage == "end":
+            return
+        with open(f"{self.dir}/summary.json") as f:
+            made = json.load(f)["usage"]["output_tokens"]
+        open_records = [r for r in after.results if r not in before.results]
+        wanted = sum(completion_tokens(after.results[r][1]) for r in open_records)
+        saved = sum(len(t) for t in before.journal.partial.values()) if before.journal else 0
+        require(made == wanted - saved, "the last run generated", made, "tokens; its records have", wanted, "and",
+                saved, "of them were saved")
+        self.regained += saved
+
+    def run_once(self, killing):
+        """One start. True when the job is complete."""
+        self.save_before()
+        more = ["--summary", f"{self.dir}/summary.json"]
+        retried = self.shape.retry and (self.state.stage == "end" or self.state.stage == "rewrite" or self.rnd.random() < 0.3)
+        if retried:
+            more.append("--retry-failed")
+        target, moment, called = self.choose()
+        if target == "term":
+            more += ["--grace", "0"]
+        before = self.state
+        with open(self.job.log, "wb"):
+            pass
+        p = self.job.start(*more)
+        self.starts += 1
+        family, struck = [], []
+        try:
+            while killing and self.await_moment(p, moment):
+                family = descendants(p.pid)
+                had = dict(self.kills)
+                dead = self.strike(p, target, called)
+                struck += [k.rsplit(" ", 1)[0] for k in self.kills if self.kills[k] != had.get(k)]
+                if dead:
+                    break
+                if target == "term":
+                    break
+                target, moment, called = "coordinator", "growth", "after another kill"  # while ranks start anew
+            family += descendants(p.pid)
+            self.wait(p)
+            self.gone(family)
+            if p.returncode == -signal.SIGKILL:
+                self.verify(retried)
+                return False
+            return self.ended(p, before, struck, retried)
+        finally:
+            if p.poll() is None:
+                kill(p.pid)
+                p.wait()
+
+    def run(self, stop):
+        idle = 0
+        while self.made() < self.budget and not stop():
+            had = self.made()
+            done = self.run_once(True)
+            idle = idle + 1 if self.made() == had else 0
+            if done and (not self.shape.retry or idle > 5):
+                break
+        quiet = 0
+        while not self.state.stage == "end" or self.shape.retry and quiet == 0:
+            quiet += 1
+            require(quiet < 10, "it does not end even undisturbed")
+            if self.run_once(False):
+                break
+        self.final()
+
+    def final(self):
+        have = sorted(line for _, line in self.state.results.values())
+        want = sorted(line for _, line in self.wanted.values())
+        require(have == want, "the sorted output differs from the undisturbed run's")
+        if self.shape.needs == "ordered":
+            require(self.ref._text(self.job) == self.ref.text, "the ordered output differs from the undisturbed run's")
+        left = [n for n in os.listdir(self.dir) if n.endswith((".new", ".rewrite"))]
+        require(not left, "left behind:", left)
+        files = [self.job.out, self.job.out + ".journal"] + ([self.job.errors] if self.job.errors else [])
+        before = [read(f) for f in files]
+        p = self.job.start()
+        self.wait(p)
+        require(p.returncode in (0, 1), "started again when done: exit", p.returncode)
+        require([read(f) for f in files] == before, "started again when done: files changed")
+
+
+# ---- all of them -----------------------------------------------------------------------------------
+
+def in_child(work):
+    """Runs work() in a process that dies with this one; gives (pid, pipe) for its JSON answer."""
+    r, w = os.pipe()
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        os.close(w)
+        return pid, r
+    code = 2
+    try:
+        die_with_parent()
+        os.close(r)
+        if os.getppid() != parent:
+            os._exit(2)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        answer = json.dumps(work()).encode()
+        while answer:
+            answer = answer[os.write(w, answer):]
+        code = 0
+    except BaseException as e:  # whatever it is, it is told and the process ends here
+        print(f"kill.py: {type(e).__name__}: {e}", file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def campaign_work(ref, folder, model, seed, budget, stop_file, deadline, shard):
+    def stop():
+        return os.path.exists(stop_file) or time.monotonic() > deadline
+
+    def work():
+        c = Campaign(ref, folder, model, seed, budget, shard)
+        why = None
+        try:
+            c.run(stop)
+        except Violation as e:
+            why = str(e)
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+        return {"why": why, "kills": c.kills, "starts": c.starts, "verified": c.verified, "busy": c.busy,
+                "regained": c.regained, "gave_up": c.gave_up, "dir": folder, "shape": c.shape.name, "results": len(c.state.results)}
+    return work
+
+
+def add_up(into, kills):
+    for k, n in kills.items():
+        into[k] = into.get(k, 0) + n
+
+
+def report(total, missing, began):
+    real = {k: n for k, n in total["kills"].items() if "not a kill" not in k}
+    kinds, moments = {}, {}
+    for k, n in total["kills"].items():
+        kind, moment = [(k[:-len(m) - 1], m) for m in ("start-up", "recovery", "growth", "write", "finish", "after another kill")
+                        if k.endswith(" " + m)][0]
+        kinds[kind] = kinds.get(kind, 0) + n
+        if k in real:
+            moments[moment] = moments.get(moment, 0) + n
+    print(f"{sum(real.values())} kills, {total['starts']} starts, {total['campaigns']} jobs, "
+          f"{total['verified']} results verified, {time.monotonic() - began:.0f} s")
+    print("  by kind:   " + ", ".join(f"{k} {n}" for k, n in sorted(kinds.items(), key=lambda x: -x[1])))
+    print("  by moment: " + ", ".join(f"{k} {n}" for k, n in sorted(moments.items(), key=lambda x: -x[1])))
+    print("  by shape:  " + ", ".join(f"{k} {n}" for k, n in sorted(total["shapes"].items())))
+    print(f"  {total['regained']} tokens of sequences in flight taken over from journals, none generated again; "
+          f"{total['busy']} starts found the lock still held by a dying process, {total['gave_up']} ended with 69")
+    for name, why in missing.items():
+        print(f"  not there, not tested: {name} ({why})")
+
+
+def main():
+    a = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    a.add_argument("--kills", type=int, default=200, help="end after so many [200]")
+    a.add_argument("--seed", type=int, default=1)
+    a.add_argument("--seconds", type=float, default=0, help="start nothing new after so many; 0: no limit")
+    a.add_argument("--jobs", type=int, default=2, help="jobs at a time [2]")
+    a.add_argument("--burst", type=int, default=0, help="kills of one job [8 to 40]")
+    a.add_argument("--shape", action="append", help="only this one (may be given several times)")
+    a.add_argument("--list", action="store_true", help="list the shapes")
+    a.add_argument("--dir", help="work here and keep everything")
+    o = a.parse_args()
+    if o.list:
+        print("\n".join(s.name for s in SHAPES))
+        return 0
+    shapes = [s for s in SHAPES if not o.shape or s.name in o.shape]
+    if not shapes or not os.access(BATCHGEN, os.X_OK) or not shutil.which("lz4"):
+        print(f"kill.py: needs {BATCHGEN}, lz4, and a known --shape", file=sys.stderr)
+        return 64
+    began = time.monotonic()
+    deadline = began + o.seconds if o.seconds else float("inf")
+    top = o.dir or tempfile.mkdtemp(prefix="batchgen-crash.")
+    os.makedirs(top, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    bad = run_all(o, shapes, top, began, deadline)
+    if not bad and not o.dir:
+        shutil.rmtree(top, ignore_errors=True)
+    return 1 if bad else 0
+
+
+def make_models(shapes, top):
+    models = {}
+    for preset in {s.preset for s in shapes}:
+        models[preset] = f"{top}/{preset}.gguf"
+        if not os.path.exists(models[preset]):
+            subprocess.run([MKMODEL, "--preset", preset, "-o", models[preset]], check=True, stdout=subprocess.DEVNULL)
+    return models
+
+
+def run_all(o, shapes, top, began, deadline):
+    models = make_models(shapes, top)
+    refs, missing, running = {}, {}, {}
+    total = {"kills": {}, "starts": 0, "verified": 0, "campaigns": 0, "busy": 0, "regained": 0, "gave_up": 0, "shapes": {}}
+    stop_file, bad, number = f"{top}/stop", None, 0
+    rnd = random.Random(o.seed)
+
+    def kills():
+        return sum(n for k, n in total["kills"].items() if "not a kill" not in k)
+
+    def promised():
+        return kills() + sum(b for b, _ in running.values())
+
+    queue, merging = [], {}
+    try:
+        while True:
+            wanted = not bad and time.monotonic() < deadline and promised() < o.kills
+            while wanted and len(running) < o.jobs:
+                if not queue:
+                    queue = [s for s in shapes if s.name not in missing]
+                    rnd.shuffle(queue)
+                if not queue:
+                    break
+                s = queue.pop(0)
+                number += 1
+                if s.name not in refs:
+                    try:
+                        refs[s.name] = Reference(s, f"{top}/undisturbed-{s.name}", models[s.preset])
+                    except Violation as e:
+                        bad = {"shape": s.name, "why": str(e), "dir": f"{top}/undisturbed-{s.name}"}
+                        break
+                    if refs[s.name].missing:
+                        missing[s.name] = refs[s.name].missing
+                        continue
+                for shard in range(1, s.shards + 1):
+                    budget = max(1, min(o.burst or rnd.randint(8, 40), o.kills - promised()))
+                    folder = f"{top}/{number:04d}-{s.name}" + (f"-{shard}" if s.shards > 1 else "")
+                    merging[folder] = (number, s, shard)
+                    pid, pipe = in_child(campaign_work(refs[s.name], folder, models[s.preset], o.seed * 1000003 + number * 10 + shard,
+                                                       budget, stop_file, deadline, shard))
+                    running[pipe] = (budget, pid)
+                wanted = promised() < o.kills and time.monotonic() < deadline
+            if not running:
+                break
+            ready, _, _ = select.select(list(running), [], [], 1)
+            for pipe in ready:
+                answer = b""
+                while piece := os.read(pipe, 1 << 16):
+                    answer += piece
+                os.close(pipe)
+                _, pid = running.pop(pipe)
+                os.waitpid(pid, 0)
+                got = json.loads(answer) if answer else {"why": "the campaign's process failed", "kills": {}, "shape": "?", "dir": top}
+                add_up(total["kills"], got["kills"])
+                for k in ("starts", "verified", "busy", "regained", "gave_up"):
+                    total[k] += got.get(k, 0)
+                total["campaigns"] += 1
+                add_up(total["shapes"], {got["shape"]: sum(n for k, n in got["kills"].items() if "not a kill" not in k)})
+                if got["why"]:
+                    bad = bad or got
+                    with open(stop_file, "w"):
+                        pass
+                elif not o.dir and refs[got["shape"]].shape.shards == 1:
+                    shutil.rmtree(got["dir"], ignore_errors=True)
+                elif refs[got["shape"]].shape.shards > 1:
+                    bad = bad or merged(merging, got["dir"], refs[got["shape"]], running, top)
+    finally:
+        for _, pid in running.values():
+            kill(pid)
+    report(total, missing, began)
+    if bad:
+        print(f"VIOLATION in {bad['shape']}: {bad['why']}\n  files: {bad['dir']} (before/: as they were before the last start)\n"
+              f"  again: --seed {o.seed} --shape {bad['shape']}")
+    else:
+        print("clean" if kills() else "nothing was killed")
+    return bad or not kills()
+
+
+def merged(merging, folder, ref, running, top):
+    """When all shards of a job are complete: merged, they are the job. None, or what is wrong."""
+    number, shape, _ = merging.pop(folder)
+    others = [f for f, (n, _, _) in merging.items() if n == number]
+    done = [f"{top}/{number:04d}-{shape.name}-{k}/{shape.out}" for k in range(1, shape.shards + 1)]
+    if others:
+        return None
+    out = f"{folder}-merged.jsonl"
+    p = subprocess.run([BATCHGEN, "merge", *done, "-o", out], capture_output=True, env=environment())
+    if p.returncode == 64 and b"merge" in p.stderr:
+        return None
+    have = sorted((read(out) or b"").split(b"\n")[:-1])
+    if p.returncode not in (0, 1) or have != sorted(line for _, line in ref.results.values()):
+        return {"shape": shape.name, "why": f"merged shards differ: exit {p.returncode} {p.stderr[-300:]}", "dir": folder}
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -133,7 +133,7 @@ test-all: $(if $(filter thread,$(SAN)),,all) $(TEST_PROGRAMS)
 # ---- fuzzing: clang's libFuzzer over the folders that read strangers' bytes --------------------------
 SECONDS ?= 60
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(sort $(wildcard tests/fuzz/fuzz_*.c)))
-FUZZ_LIBS := base gguf text input output comm backend model
+FUZZ_LIBS := base gguf text input output comm backend model engine job
 fuzz: setup
 	@$(MAKE) --no-print-directory BUILD=build-fuzz CC=clang WERROR=0 OPT=-O1 \
 	    CFLAGS="-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -Wno-unknown-warning-option" fuzz-run

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,6 +14,13 @@ enum { QUEUE = 8192, PARTIAL_MIN = 16 };
 static const long long TICK_NS = 500000000;
 
 typedef struct record record;
+
+typedef struct held { /* an announced record whose result is not written yet */
+    bg_done what;
+    char *line; /* NULL: not complete */
+    size_t n;
+    struct held *next;
+} held;
 
 typedef struct choice { /* one sequence of a record */
     record *rec;
@@ -38,6 +46,7 @@ struct record {
     int n_choices, n_open, n_closed;
     bool written, failed;
     char *refused;       /* a submit's message */
+    held *place;         /* its turn, when results are written in order */
     record *prev, *next; /* of all records in flight */
 };
 
@@ -53,8 +62,19 @@ typedef struct message {
     bg_token_event events[];
 } message;
 
+enum { MAX_CODES = 32 };
+
+typedef struct code_count {
+    const char *code;
+    int64_t n;
+} code_count;
+
 struct bg_collect {
     bg_collect_config c;
+    held *held_first, *held_last; /* in record order, when results are written in order */
+    code_count codes[MAX_CODES];
+    int n_codes;
+    bool too_many;
     bg_engine *engine;
     bg_queue *queue;
     pthread_t thread;
@@ -362,38 +382,43 @@ static bool fill_choices(bg_collect *c, record *r, bg_result *res, bg_choice *ou
     return true;
 }
 
-static void write_result(bg_collect *c, record *r)
+static void count_failure(bg_collect *c, const bg_result *r)
 {
-    bg_error e = {0};
-    bg_result res;
-    result_head(c, r, &res);
+    int64_t n = atomic_fetch_add(&c->counts.failed, 1) + 1;
+    int i = 0;
+    while (i < c->n_codes && strcmp(c->codes[i].code, r->error_code) != 0)
+        i++;
+    if (i == c->n_codes && i < MAX_CODES) c->codes[c->n_codes++].code = r->error_code;
+    if (i < MAX_CODES) c->codes[i].n++;
+    if (c->c.max_failed >= 0 && n > c->c.max_failed && !c->too_many) {
+        c->too_many = true;
+        c->c.on_too_many(c->c.ctx);
+    }
+}
+
+void bg_collect_failures(const bg_collect *c, char *out, size_t size)
+{
+    size_t at = 0;
+    *out = 0;
+    for (int i = 0; i < c->n_codes && at < size; i++)
+        at += (size_t)snprintf(out + at, size - at, "%s%s %lld", i ? ", " : "", c->codes[i].code,
+                               (long long)c->codes[i].n);
+}
+
+/* The line of what is known so far, or of a record that cannot have one. False: out of memory. */
+static bool make_line(bg_collect *c, record *r, bg_result *res)
+{
     int n = r->n_choices;
     bg_choice *out = calloc((size_t)n + 1, sizeof *out);
     bg_token_info **infos = calloc((size_t)n + 1, sizeof *infos);
     bg_top_text **tops = calloc((size_t)n + 1, sizeof *tops);
     bg_buf *echoes = calloc((size_t)n + 1, sizeof *echoes);
     bool ok = out && infos && tops && echoes;
-    if (ok && !res.error_code) ok = fill_choices(c, r, &res, out, infos, tops, echoes);
-    for (int i = 0; i < r->item->n_prompts && !res.error_code; i++)
-        res.prompt_tokens += (int64_t)r->item->ids[i].n;
+    if (ok && !res->error_code) ok = fill_choices(c, r, res, out, infos, tops, echoes);
+    for (int i = 0; i < r->item->n_prompts && !res->error_code; i++)
+        res->prompt_tokens += (int64_t)r->item->ids[i].n;
     bg_buf_clear(&c->line);
-    if (ok) bg_result_line(&res, &c->line);
-    bg_status st =
-        ok && !c->line.failed
-            ? bg_writer_add(c->c.writer,
-                            &(bg_done){.record = res.record,
-                                       .failed = res.error_code != NULL,
-                                       .prompt_tokens = res.prompt_tokens,
-                                       .output_tokens = res.completion_tokens},
-                            c->line.data, c->line.len, &e)
-            : bg_fail(&e, BG_NOMEM, "line %lld: out of memory for the result", (long long)res.line);
-    if (st) fail(c, st, &e);
-    r->written = true;
-    if (!st) {
-        atomic_fetch_add(&c->counts.records, 1);
-        if (res.error_code) atomic_fetch_add(&c->counts.failed, 1);
-        atomic_fetch_add(&c->counts.prompt_tokens, res.prompt_tokens);
-    }
+    if (ok) bg_result_line(res, &c->line);
     for (int i = 0; i < n; i++) {
         if (infos) free(infos[i]);
         if (tops) free(tops[i]);
@@ -403,6 +428,69 @@ static void write_result(bg_collect *c, record *r)
     free(infos);
     free(tops);
     free(echoes);
+    return ok && !c->line.failed;
+}
+
+/* Writes what is complete at the head of the row. */
+static bg_status flush_held(bg_collect *c, bg_error *err)
+{
+    bg_status st = BG_OK;
+    for (held *h; !st && (h = c->held_first) && h->line;) {
+        st = bg_writer_add(c->c.writer, &h->what, h->line, h->n, err);
+        c->held_first = h->next;
+        if (!h->next) c->held_last = NULL;
+        free(h->line);
+        free(h);
+    }
+    return st;
+}
+
+static bg_status put_line(bg_collect *c, record *r, const bg_done *what, bg_error *err)
+{
+    if (!r->place) return bg_writer_add(c->c.writer, what, c->line.data, c->line.len, err);
+    r->place->line = malloc(c->line.len);
+    if (!r->place->line)
+        return bg_fail(err, BG_NOMEM, "line %lld: out of memory for the result",
+                       (long long)r->item->req.line);
+    memcpy(r->place->line, c->line.data, c->line.len);
+    r->place->n = c->line.len;
+    r->place->what = *what;
+    return flush_held(c, err);
+}
+
+static void write_result(bg_collect *c, record *r)
+{
+    bg_error e = {0};
+    bg_result res;
+    result_head(c, r, &res);
+    bool ok = make_line(c, r, &res);
+    int64_t limit = c->c.job->max_result;
+    if (ok && limit && (int64_t)c->line.len > limit) {
+        bg_request_reject(&r->item->req, BG_CODE_RESULT_LONG, NULL,
+                          "the result has %zu bytes, %lld are allowed; see --max-result",
+                          c->line.len, (long long)limit);
+        result_head(c, r, &res);
+        ok = make_line(c, r, &res);
+    }
+    const bg_request *q = &r->item->req;
+    const bg_done what = {.record = res.record,
+                          .key = bg_result_key(q->id, q->content_hash),
+                          .failed = res.error_code != NULL,
+                          .prompt_tokens = res.prompt_tokens,
+                          .output_tokens = res.completion_tokens};
+    bg_status st =
+        ok ? put_line(c, r, &what, &e)
+           : bg_fail(&e, BG_NOMEM, "line %lld: out of memory for the result", (long long)res.line);
+    if (st) fail(c, st, &e);
+    r->written = true;
+    if (st) return;
+    atomic_fetch_add(&c->counts.records, 1);
+    if (res.error_code) {
+        count_failure(c, &res);
+        bg_log_at(c->c.log, BG_LOG_INFO, "line %lld failed: %s", (long long)res.line,
+                  res.error_code);
+    }
+    atomic_fetch_add(&c->counts.prompt_tokens, res.prompt_tokens);
 }
 
 /* ---- events
@@ -525,6 +613,18 @@ static const bg_partial *partials(void *p, int *n)
     return c->partials;
 }
 
+static bool take_turn(bg_collect *c, record *r)
+{
+    r->place = calloc(1, sizeof *r->place);
+    if (!r->place) return false;
+    if (c->held_last)
+        c->held_last->next = r->place;
+    else
+        c->held_first = r->place;
+    c->held_last = r->place;
+    return true;
+}
+
 static void take_record(bg_collect *c, record *r)
 {
     bg_writer_input(c->c.writer, &r->item->place);
@@ -532,10 +632,16 @@ static void take_record(bg_collect *c, record *r)
     if (c->first) c->first->prev = r;
     c->first = r;
     atomic_fetch_add(&c->counts.in_flight, 1);
-    if (r->item->done)
+    if (r->item->done) {
         unlink_record(c, r);
-    else if (r->item->req.error_code)
-        settle(c, r); /* no choices: complete at once */
+        return;
+    }
+    if (c->c.ordered && !c->broken && !take_turn(c, r)) {
+        bg_error e = {0};
+        bg_fail(&e, BG_NOMEM, "line %lld: out of memory", (long long)r->item->req.line);
+        fail(c, BG_NOMEM, &e);
+    }
+    if (r->item->req.error_code) settle(c, r); /* no choices: complete at once */
 }
 
 static void take_message(bg_collect *c, message *m)
@@ -634,6 +740,11 @@ void bg_collect_free(bg_collect *c)
     }
     while (c->first)
         unlink_record(c, c->first);
+    for (held *h; (h = c->held_first);) {
+        c->held_first = h->next;
+        free(h->line);
+        free(h);
+    }
     bg_queue_free(c->queue);
     bg_buf_release(&c->line);
     free(c->partials);

@@ -19,6 +19,9 @@ typedef struct bg_collect_config {
     const bg_partial *partials; /* tokens of an earlier run to continue from */
     int n_partials;
     bg_log *log;
+    bool ordered; /* write in record order: for standard output, which cannot be sorted later */
+    int64_t max_failed;             /* failed records of this run that are borne; -1: any number */
+    void (*on_too_many)(void *ctx); /* once, when there are more */
     /* Called once, from the collecting thread, when the output cannot be written any more. */
     void (*on_failure)(void *ctx);
     /* Called when everything announced has been written and bg_collect_end() came, or after a
@@ -30,6 +33,9 @@ typedef struct bg_collect_config {
 typedef struct bg_collect_counts { /* of this run; read by any thread */
     atomic_llong records, failed, prompt_tokens, output_tokens, in_flight;
 } bg_collect_counts;
+
+/* Failed records of this run by code: "invalid_json 3, prompt_too_long 1". Call after the join. */
+void bg_collect_failures(const bg_collect *c, char *out, size_t size);
 
 bg_status bg_collect_new(bg_collect **c, const bg_collect_config *config, bg_error *err);
 void bg_collect_free(bg_collect *c); /* ends its thread; what is not written is dropped */

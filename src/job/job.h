@@ -167,9 +167,13 @@ typedef struct bg_outcome {
     bg_stage stage;
     bool finished;               /* every record has its result */
     bool already;                /* it was finished before: nothing was done */
+    bool locked;                 /* another run holds the output: nothing was done */
+    bool too_many;               /* --max-failed was exceeded */
+    bool time_up;                /* --time-limit was reached */
     int stopped_by;              /* signal number, or 0 */
     int64_t n_records, n_failed; /* results in the output */
     int64_t n_now;               /* of them written by this run */
+    char *summary; /* JSON (schemas/summary.schema.json), the caller's to free; NULL: out of memory */
 } bg_outcome;
 
 /* Runs (or resumes) the job: returns when it has finished, was stopped or failed. Progress and

@@ -7,8 +7,12 @@
 #include <unistd.h>
 
 #include "base/buf.h"
+#include "base/clock.h"
 #include "base/io.h"
+#include "job/names.h"
+#include "job/notify.h"
 #include "job/options.h"
+#include "job/shard.h"
 
 /* Where a field's value came from, in rising precedence. */
 typedef enum source { FROM_DEFAULT, FROM_CONFIG, FROM_JOB, FROM_ENV, FROM_FLAG } source;
@@ -49,6 +53,7 @@ void bg_job_release(bg_job *job)
         }
         if (bg_options[i].type == BG_OPT_LIST) bg_strings_release(p);
     }
+    free(job->notify_socket);
     *job = (bg_job){0};
 }
 
@@ -267,6 +272,30 @@ static bg_status set_defaults(bg_job *job, bg_error *err)
     return st;
 }
 
+/* Shards, fields in names, and what the service manager says. */
+static bg_status settle(bg_job *job, int command, char *const *env, bg_error *err)
+{
+    const char *socket;
+    bg_status st = bg_shard_resolve(job->shard, env, &job->shard_index, &job->shard_count, err);
+    if (st || command != BG_CMD_RUN) return st;
+    char **names[] = {&job->output, &job->error_file, &job->summary, &job->log_file,
+                      &job->metrics_file};
+    int64_t now_s = bg_wall_ns() / 1000000000;
+    for (size_t i = 0; !st && i < sizeof names / sizeof *names; i++) {
+        char *name;
+        st = bg_name_expand(*names[i], now_s, job->shard_index, job->shard_count, &name, err);
+        if (st) break;
+        free(*names[i]);
+        *names[i] = name;
+    }
+    bg_notify_env(env, &socket, &job->watchdog_us);
+    if (!st && socket) {
+        job->notify_socket = strdup(socket);
+        if (!job->notify_socket) st = bg_fail(err, BG_NOMEM, "out of memory");
+    }
+    return st;
+}
+
 bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, char *const *env,
                          bg_error *err)
 {
@@ -278,6 +307,7 @@ bg_status bg_job_resolve(bg_job *job, int command, int argc, char *const *argv, 
         st = parse_env(job, command, env, from, err);
         if (!st && job->job_file) st = parse_file(job, command, job->job_file, FROM_JOB, from, err);
         if (!st) st = parse_config(job, command, env, from, err);
+        if (!st) st = settle(job, command, env, err);
     }
     free(from);
     return st;

@@ -104,7 +104,7 @@ typedef struct bg_partial {
 
 /* A result's key: what it answers, for --on-input-change=match. The upper half is a hash of the id,
  * the lower one of the content; without an id all of it is of the content. 0: not known. */
-uint64_t bg_result_key(const char *id, const char *content);
+uint64_t bg_result_key(const char *id, uint64_t content_hash);
 
 typedef struct bg_done { /* a record's result, to the writer */
     int64_t record;
@@ -191,7 +191,7 @@ typedef struct bg_rewrite {
                  const char **file_name);
     void *ctx;
     bool sort;                /* by record */
-    const char *dropped_path; /* results taken out are appended to this file; NULL: they are gone */
+    const char *dropped_path; /* successful results taken out are appended to it; NULL: are gone */
 } bg_rewrite;
 
 /* Replaces output, error file and journal by what `how` leaves of them, with the config's identity:

@@ -229,7 +229,8 @@ class Run(unittest.TestCase):
         batchgen("run", self.input, "-o", self.out(), "-m", MODEL, "--summary", self.out("sum.json"))
         with open(self.out("sum.json")) as f:
             s = json.load(f)
-        self.assertEqual(s["request_counts"], {"total": 40, "completed": 40, "failed": 0})
+        self.assertEqual(s["request_counts"], {"total": 40, "completed": 40, "failed": 0,
+                                               "this_run": 40})
         self.assertEqual(s["status"], "completed")
         used = [json.loads(x)["usage"] for x in results(self.out())]
         self.assertEqual(s["usage"]["output_tokens"], sum(u["completion_tokens"] for u in used))

@@ -13,6 +13,7 @@
 
 #include "base/buf.h"
 #include "base/hash.h"
+#include "base/json.h"
 #include "base/utf8.h"
 #include "input/parts.h"
 #include "input/scan.h"
@@ -139,8 +140,10 @@ static bool salvage_id(bg_parse *c, const char *s, size_t n, const bg_scan *scan
 {
     c->r->openai = scan->batch; /* so that the error takes the form that its neighbours have */
     if (!scan->id_n || scan->id_at + scan->id_n > n) return true;
-    json_t *v = json_loadb(s + scan->id_at, scan->id_n, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
-    bool ok = v ? id_text(c, v) : true;
+    bool nomem;
+    json_t *v =
+        bg_json_load(s + scan->id_at, scan->id_n, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL, &nomem);
+    bool ok = v ? id_text(c, v) : nomem ? bg_parse_nomem(c) : true;
     json_decref(v);
     return ok;
 }
@@ -152,7 +155,6 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
     enum json_error_code code = json_error_code(e);
     bg_scan scan;
     bg_scan_line(s, n, end, &scan);
-    if (code == json_error_out_of_memory || !e->text[0]) return bg_parse_nomem(c);
     /* Of two objects on one line neither is the record. */
     if (code != json_error_end_of_input_expected && !salvage_id(c, s, n, &scan)) return false;
     bg_request *r = c->r;
@@ -276,11 +278,9 @@ static bool parse(bg_parse *c, const bg_line *line)
     if (deep) return too_deep(c, s, n, deep - 1, bom);
     const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_error_t e = {0};
-    r->root = json_loadb(s, n, flags, &e);
-    /* jansson tells of missing memory by an empty text or as bad syntax; a good line must not
-     * become a bad one by that. When memory stays short, the message below cannot be made either.
-     */
-    if (!r->root) r->root = json_loadb(s, n, flags, &e);
+    bool nomem;
+    r->root = bg_json_load(s, n, flags, &e, &nomem);
+    if (nomem) return bg_parse_nomem(c);
     if (!r->root) return broken_json(c, s, n, &e, bom);
     if (!json_is_object(r->root)) {
         bg_request_reject(r, BG_CODE_JSON, NULL, "the line is %s; a request is a JSON object",

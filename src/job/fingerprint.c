@@ -7,6 +7,7 @@
 
 #include "base/hash.h"
 #include "base/io.h"
+#include "base/json.h"
 
 static void set(json_t *o, const char *key, json_t *v)
 {
@@ -16,9 +17,10 @@ static void set(json_t *o, const char *key, json_t *v)
 static json_t *list_text(const bg_strings *s)
 {
     json_t *a = json_array();
+    bool ok = true;
     for (int i = 0; i < s->n; i++)
-        json_array_append_new(a, json_string(s->v[i]));
-    char *text = json_dumps(a, JSON_COMPACT);
+        ok = json_array_append_new(a, json_string(s->v[i])) == 0 && ok;
+    char *text = ok ? bg_json_text(a, JSON_COMPACT) : NULL;
     json_t *out = text ? json_string(text) : NULL;
     free(text);
     json_decref(a);

@@ -4,6 +4,7 @@
 
 #include "base/hash.h"
 #include "base/io.h"
+#include "base/json.h"
 
 enum { HASH_CHARS = 16, TAIL = 1 + HASH_CHARS, CHUNK = 1 << 16, MAX_ENTRY = 1 << 30 };
 
@@ -46,16 +47,7 @@ static bool hides_whole(const char *s, size_t n)
 static json_t *entry_object(const char *s, size_t n, bool *nomem)
 {
     if (!has_hash(s, n)) return NULL;
-    json_t *v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, NULL);
-    if (!v) {
-        /* jansson tells of missing memory as bad syntax, so find out by asking for more */
-        json_t *probe = json_integer(0);
-        if (probe)
-            v = json_loadb(s, n - TAIL, JSON_REJECT_DUPLICATES, NULL);
-        else
-            *nomem = true;
-        json_decref(probe);
-    }
+    json_t *v = bg_json_load(s, n - TAIL, JSON_REJECT_DUPLICATES, NULL, nomem);
     if (v && !json_is_object(v)) {
         json_decref(v);
         v = NULL;

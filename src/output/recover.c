@@ -9,6 +9,7 @@
 
 #include "base/hash.h"
 #include "base/io.h"
+#include "base/json.h"
 #include "output/frames.h"
 #include "output/journal.h"
 #include "output/ranges.h"
@@ -51,7 +52,7 @@ static const char *format_name(const bg_writer_config *c)
 
 void bg_recover_identity(const bg_writer_config *c, bg_buf *out)
 {
-    char *text = c->identity ? json_dumps(c->identity, JSON_COMPACT) : strdup("{}");
+    char *text = c->identity ? bg_json_text(c->identity, JSON_COMPACT) : strdup("{}");
     if (!text) {
         out->failed = true;
         return;
@@ -63,8 +64,8 @@ void bg_recover_identity(const bg_writer_config *c, bg_buf *out)
 
 static void add_difference(bg_buf *b, const char *name, const json_t *was, const json_t *now)
 {
-    char *w = was ? json_dumps(was, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
-    char *n = now ? json_dumps(now, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
+    char *w = was ? bg_json_text(was, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
+    char *n = now ? bg_json_text(now, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
     bg_buf_printf(b, "%s%s was %.80s, is now %.80s", b->len ? "; " : "", name,
                   was ? (w ? w : "?") : "not set", now ? (n ? n : "?") : "not set");
     free(w);

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/json.h"
 #include "text/jinja_ast.h"
 #include "text/jinja_builtin.h"
 #include "text/text.h"
@@ -110,7 +111,9 @@ static bool parse_arguments(jn_state *r, jn_val *v)
 {
     json_error_t why;
     size_t n = v->s->n;
-    json_t *j = jn_json_load(jn_bytes(v->s), n, &why);
+    bool nomem;
+    json_t *j = jn_json_load(jn_bytes(v->s), n, &why, &nomem);
+    if (nomem) return jn_no_memory(r);
     bool ok = jn_work(r, n) && (!json_is_object(j) || jn_from_json(r, j, true, false, v));
     json_decref(j);
     return ok;
@@ -239,7 +242,8 @@ static bg_status probe(const bg_template *t, const char *messages, const char *w
 {
     const jn_limits limits = {.output_bytes = 1 << 20, .steps = 200000};
     json_error_t why;
-    json_t *m = json_loads(messages, 0, &why);
+    bool nomem;
+    json_t *m = bg_json_load(messages, strlen(messages), 0, &why, &nomem);
     bg_error ignored = {0};
     *yes = false;
     if (!m) return bg_fail(err, BG_NOMEM, "%s: out of memory", t->prog->name);

@@ -456,7 +456,9 @@ static bool from_json(jn_state *r, jn_val v, const jn_args *a, jn_val *out)
     json_error_t why;
     if (!jn_bind(r, "from_json", a, "", 0, NULL) || !jn_want_str(r, v, &s)) return false;
     if (!jn_work(r, s->n)) return false;
-    json_t *j = jn_json_load(jn_bytes(s), s->n, &why);
+    bool nomem;
+    json_t *j = jn_json_load(jn_bytes(s), s->n, &why, &nomem);
+    if (nomem) return jn_no_memory(r);
     if (!j) return jn_fail(r, "from_json: %s", why.text);
     bool ok = jn_from_json(r, j, true, jn_str_trusted(s), out);
     json_decref(j);

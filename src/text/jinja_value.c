@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/hash.h"
+#include "base/json.h"
 
 /* ---- failing, memory, limits ---- */
 
@@ -676,8 +677,9 @@ static size_t json_depth(const char *p, size_t n)
     return most;
 }
 
-json_t *jn_json_load(const char *p, size_t n, json_error_t *why)
+json_t *jn_json_load(const char *p, size_t n, json_error_t *why, bool *nomem)
 {
+    *nomem = false;
     enum { MAX_JSON = 4 << 20 }; /* the parser's memory, up to 30 times as much, counts nowhere */
     if (n > MAX_JSON) {
         snprintf(why->text, sizeof why->text, "longer than %d bytes", MAX_JSON);
@@ -687,5 +689,5 @@ json_t *jn_json_load(const char *p, size_t n, json_error_t *why)
         snprintf(why->text, sizeof why->text, "nested more than %d levels deep", JN_MAX_DATA_NEST);
         return NULL;
     }
-    return json_loadb(p, n, JSON_DECODE_ANY | JSON_ALLOW_NUL, why);
+    return bg_json_load(p, n, JSON_DECODE_ANY | JSON_ALLOW_NUL, why, nomem);
 }

@@ -321,8 +321,8 @@ jn_val jn_range_at(const jn_range *g, int64_t i);
 bool jn_from_json(jn_state *r, const json_t *j, bool copy, bool trusted, jn_val *out);
 
 /* Parses n bytes of JSON, also a value that is no container. NULL: *why says what is wrong, or it
- * is nested too deeply for the stack of a thread. Out of memory looks like a syntax error. */
-json_t *jn_json_load(const char *p, size_t n, json_error_t *why);
+ * is nested too deeply for the stack of a thread; or *nomem. */
+json_t *jn_json_load(const char *p, size_t n, json_error_t *why, bool *nomem);
 
 /* ---- printing (jinja_print.c) ---- */
 

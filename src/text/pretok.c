@@ -73,6 +73,8 @@ static bg_status compile(pcre2_code **code, const bg_pre *pre, const char *regex
                           &number, &where, NULL);
     bg_buf_release(&re);
     if (!*code) {
+        if (number == PCRE2_ERROR_HEAP_FAILED)
+            return bg_fail(err, BG_NOMEM, "pre-tokeniser %s: out of memory", pre->name);
         char text[128] = "";
         pcre2_get_error_message(number, (PCRE2_UCHAR *)text, sizeof text);
         return bg_fail(err, BG_INTERNAL, "pre-tokeniser %s: %s at %zu of \"%s\"", pre->name, text,

@@ -487,8 +487,8 @@ static void write_result(bg_collect *c, record *r)
     atomic_fetch_add(&c->counts.records, 1);
     if (res.error_code) {
         count_failure(c, &res);
-        bg_log_at(c->c.log, BG_LOG_INFO, "line %lld failed: %s", (long long)res.line,
-                  res.error_code);
+        bg_log_repeat(c->c.log, BG_LOG_WARN, res.error_code, "line %lld: error result: %s",
+                      (long long)res.line, res.error_code);
     }
     atomic_fetch_add(&c->counts.prompt_tokens, res.prompt_tokens);
 }
@@ -598,8 +598,10 @@ static const bg_partial *partials(void *p, int *n)
         if (r->item->req.gen.logprobs >= 0 || r->written) continue;
         for (int i = 0; i < r->n_choices; i++) {
             choice *ch = &r->choices[i];
-            /* A choice whose text is complete is generated anew: its end is known only then. */
-            if (ch->closed || ch->ids.n < PARTIAL_MIN) continue;
+            /* Of a complete choice that waits for the record's others, all but the last token: that
+             * one is generated again, and ends it again. */
+            int n_tokens = (int)ch->ids.n - ch->closed;
+            if (n_tokens < PARTIAL_MIN) continue;
             if (*n == c->cap_partials) {
                 int cap = c->cap_partials ? c->cap_partials * 2 : 64;
                 bg_partial *v = realloc(c->partials, (size_t)cap * sizeof *v);
@@ -607,7 +609,7 @@ static const bg_partial *partials(void *p, int *n)
                 c->partials = v;
                 c->cap_partials = cap;
             }
-            c->partials[(*n)++] = (bg_partial){r->item->req.record, i, ch->ids.v, (int)ch->ids.n};
+            c->partials[(*n)++] = (bg_partial){r->item->req.record, i, ch->ids.v, n_tokens};
         }
     }
     return c->partials;

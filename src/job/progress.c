@@ -73,7 +73,9 @@ static double expected_records(const bg_progress_numbers *n)
 {
     if (!n->total || !n->read || !n->records_read) return 0;
     if (n->read >= n->total) return (double)(n->done + n->in_flight);
-    return (double)n->records_read * ((double)n->total / (double)n->read);
+    double all = (double)n->records_read * ((double)n->total / (double)n->read);
+    if (n->limit && all > (double)n->limit) all = (double)n->limit;
+    return n->wanted > 0 ? all * n->wanted : all;
 }
 
 void bg_progress_show(bg_progress *p, const bg_progress_numbers *n, bool force)

@@ -13,6 +13,8 @@ typedef struct bg_progress_numbers {
     int running, waiting;
     uint64_t read, total; /* bytes of input; total 0: unknown */
     int64_t records_read;
+    double wanted; /* share of the records that the job takes (shards, sample); 0: all */
+    int64_t limit; /* records of the input at most; 0: no limit */
     int64_t in_flight;
 } bg_progress_numbers;
 

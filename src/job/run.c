@@ -187,6 +187,9 @@ static void numbers(run *r, bg_progress_numbers *n)
                                .running = es.n_running,
                                .waiting = es.n_waiting,
                                .in_flight = atomic_load(&c->in_flight)};
+    n->wanted = r->job->sample;
+    if (r->job->shard_count) n->wanted /= (double)r->job->shard_count;
+    n->limit = r->job->limit;
     n->done = r->p.recovered.n_records + n->done_now;
     n->failed = r->p.recovered.n_failed + atomic_load(&c->failed);
     bg_feed_progress(r->feed, &n->read, &n->total, &n->records_read);

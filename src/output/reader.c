@@ -57,7 +57,7 @@ static bool named(bg_slice name, const char *text)
     return name.n == strlen(text) && memcmp(name.p, text, name.n) == 0;
 }
 
-bool bg_line_look(bg_line *line)
+bool bg_out_line_look(bg_out_line *line)
 {
     bg_slice object, name, value, at;
     bg_slice id = {0}, custom_id = {0}, response = {0}, usage = {0};
@@ -477,7 +477,7 @@ static bg_status plain_line(bg_reader *r, size_t *n, bg_error *err)
     }
 }
 
-static bg_status next_plain(bg_reader *r, bg_line *line, bool *got, bg_error *err)
+static bg_status next_plain(bg_reader *r, bg_out_line *line, bool *got, bg_error *err)
 {
     *got = false;
     bg_status st = BG_OK;
@@ -488,8 +488,8 @@ static bg_status next_plain(bg_reader *r, bg_line *line, bool *got, bg_error *er
         if (st || n == 0) break;
         st = hash_commits_to(r, r->at + n, err);
         if (st) break;
-        *line = (bg_line){.text = r->raw.data + r->pos, .n = n, .offset = r->at};
-        if (bg_line_look(line)) {
+        *line = (bg_out_line){.text = r->raw.data + r->pos, .n = n, .offset = r->at};
+        if (bg_out_line_look(line)) {
             if (bad) return damaged(r, bad_at, "no result line, and whole ones follow", err);
             r->pos += n;
             r->at += n;
@@ -505,7 +505,7 @@ static bg_status next_plain(bg_reader *r, bg_line *line, bool *got, bg_error *er
     return st;
 }
 
-static bg_status next_line(bg_reader *r, bg_line *line, bool *got, bg_error *err)
+static bg_status next_line(bg_reader *r, bg_out_line *line, bool *got, bg_error *err)
 {
     bg_status st = BG_OK;
     if (r->c.format == BG_OUT_PLAIN) {
@@ -520,19 +520,19 @@ static bg_status next_line(bg_reader *r, bg_line *line, bool *got, bg_error *err
         r->whole = r->at;
     }
     const char *p = r->text.data + r->pos, *lf = memchr(p, '\n', r->text.len - r->pos);
-    *line =
-        (bg_line){.text = p, .n = (size_t)(lf + 1 - p), .offset = r->frame_at, .in_frame = r->pos};
+    *line = (bg_out_line){
+        .text = p, .n = (size_t)(lf + 1 - p), .offset = r->frame_at, .in_frame = r->pos};
     r->pos += line->n;
-    if (!bg_line_look(line))
+    if (!bg_out_line_look(line))
         return damaged(r, r->frame_at, "a frame holds a line that is no result", err);
     *got = true;
     return BG_OK;
 }
 
-bg_status bg_reader_next(bg_reader *r, bg_line *line, bool *got, bg_error *err)
+bg_status bg_reader_next(bg_reader *r, bg_out_line *line, bool *got, bg_error *err)
 {
     *got = false;
-    *line = (bg_line){0};
+    *line = (bg_out_line){0};
     if (r->why.status) {
         if (!err->status) *err = r->why;
         return r->why.status;
@@ -542,7 +542,7 @@ bg_status bg_reader_next(bg_reader *r, bg_line *line, bool *got, bg_error *err)
     if (st) {
         r->why = *err;
         *got = false;
-        *line = (bg_line){0};
+        *line = (bg_out_line){0};
     }
     return st;
 }
@@ -603,7 +603,7 @@ int32_t bg_order_file(bg_order *o, int fd, const char *name, bg_out_format forma
     return o->n_sources++;
 }
 
-bool bg_order_add(bg_order *o, int32_t file, const bg_line *line, uint64_t key)
+bool bg_order_add(bg_order *o, int32_t file, const bg_out_line *line, uint64_t key)
 {
     if (o->n == o->cap) {
         size_t cap = o->cap ? o->cap + o->cap / 2 : 1024;
@@ -714,8 +714,8 @@ bg_status bg_order_text(bg_order *o, const bg_place *p, const char **text, bg_er
         bg_status st =
             bg_pread_full(s->fd, o->text.data, p->n, (int64_t)p->offset, &got, s->name, err);
         if (st) return st;
-        bg_line again = {.text = o->text.data, .n = got};
-        if (got == p->n && bg_line_look(&again) && again.record == p->record) {
+        bg_out_line again = {.text = o->text.data, .n = got};
+        if (got == p->n && bg_out_line_look(&again) && again.record == p->record) {
             *text = o->text.data;
             return BG_OK;
         }

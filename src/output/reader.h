@@ -35,8 +35,8 @@ typedef struct bg_reader_config {
     uint64_t limit; /* the most text that a frame or line is believed to hold; 0: 4 GiB */
 } bg_reader_config;
 
-typedef struct bg_line { /* valid until the next call */
-    const char *text;    /* LF included */
+typedef struct bg_out_line { /* valid until the next call */
+    const char *text;        /* LF included */
     size_t n;
     int64_t record; /* -1: it does not say */
     bool failed;
@@ -44,7 +44,7 @@ typedef struct bg_line { /* valid until the next call */
     int64_t prompt_tokens, output_tokens;
     uint64_t offset; /* of its frame, or of the line itself in a plain output */
     size_t in_frame; /* where it begins in the frame's text; 0 in a plain output */
-} bg_line;
+} bg_out_line;
 
 typedef struct bg_reader bg_reader;
 
@@ -53,14 +53,14 @@ bg_status bg_reader_open(bg_reader **r, const bg_reader_config *c, bg_error *err
 void bg_reader_close(bg_reader *r); /* NULL is allowed */
 /* The next line. *got false: the end, or a torn tail begins here. BG_FORMAT: damaged; the text
  * names file and byte. BG_IO, BG_NOMEM. */
-bg_status bg_reader_next(bg_reader *r, bg_line *line, bool *got, bg_error *err);
+bg_status bg_reader_next(bg_reader *r, bg_out_line *line, bool *got, bg_error *err);
 uint64_t bg_reader_whole(const bg_reader *r); /* bytes read and found good so far */
 uint64_t bg_reader_size(const bg_reader *r);  /* of the file, when it was opened */
 /* Bytes behind the good ones, once bg_reader_next() has met the end. */
 uint64_t bg_reader_torn(const bg_reader *r);
 
 /* Finds what a line says of itself; line->text and n are set. False: no result line. */
-bool bg_line_look(bg_line *line);
+bool bg_out_line_look(bg_out_line *line);
 
 /* "lz4" or plain, by the first bytes; an empty file by its name. */
 bg_status bg_reader_guess(const char *path, bg_out_format *format, bg_error *err);
@@ -102,7 +102,7 @@ void bg_order_free(bg_order *o);
 /* A file that lines come from; fd and name stay the caller's and must outlive o. Returns its
  * number; -1: no memory. */
 int32_t bg_order_file(bg_order *o, int fd, const char *name, bg_out_format format);
-bool bg_order_add(bg_order *o, int32_t file, const bg_line *line, uint64_t key); /* false: no
+bool bg_order_add(bg_order *o, int32_t file, const bg_out_line *line, uint64_t key); /* false: no
                                                                                     memory */
 /* Sorts by record, then file, then place. */
 void bg_order_sort(bg_order *o);

@@ -68,7 +68,7 @@ static reading read_all(const bg_reader_config *c)
     got.st = bg_reader_open(&r, c, &got.err);
     if (got.st) return got;
     for (;;) {
-        bg_line line;
+        bg_out_line line;
         bool more;
         got.st = bg_reader_next(r, &line, &more, &got.err);
         if (got.st || !more) break;
@@ -85,7 +85,7 @@ static reading read_all(const bg_reader_config *c)
         got.n++;
     }
     if (got.st) { /* and a failure stays one */
-        bg_line line;
+        bg_out_line line;
         bool more;
         bg_error again = {0};
         cr_expect_eq(bg_reader_next(r, &line, &more, &again), got.st);
@@ -346,8 +346,8 @@ Test(reader, records_of_lines)
         {"\n", -1, false},
         {"{\"line\":1}{\"line\":2}\n", -1, false}};
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        bg_line line = {.text = list[i].text, .n = strlen(list[i].text)};
-        bool ok = bg_line_look(&line);
+        bg_out_line line = {.text = list[i].text, .n = strlen(list[i].text)};
+        bool ok = bg_out_line_look(&line);
         cr_expect_eq(ok, list[i].ok, "%s", list[i].text);
         if (ok) cr_expect_eq(line.record, list[i].record, "%s", list[i].text);
     }
@@ -368,7 +368,7 @@ Test(reader, order)
                 bg_reader *r;
                 bg_reader_config c = config(f);
                 cr_assert_eq(bg_reader_open(&r, &c, &err), BG_OK);
-                bg_line line;
+                bg_out_line line;
                 bool got;
                 while (!bg_reader_next(r, &line, &got, &err) && got)
                     cr_assert(bg_order_add(o, pass ? a : b, &line, (uint64_t)line.record * 3));

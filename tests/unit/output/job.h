@@ -6,6 +6,7 @@
 
 #include <criterion/criterion.h>
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,7 +88,38 @@ static int quick_truncate(void *ctx, int fd, int64_t size)
     return ftruncate(fd, size);
 }
 
-UNUSED static const bg_out_sys quick = {quick_write, quick_sync, quick_truncate, NULL};
+static int quick_make(void *ctx, const char *path, mode_t mode)
+{
+    (void)ctx;
+    return open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+}
+
+static int quick_rename(void *ctx, const char *from, const char *to)
+{
+    (void)ctx;
+    return rename(from, to);
+}
+
+static int quick_unlink(void *ctx, const char *path)
+{
+    (void)ctx;
+    return unlink(path);
+}
+
+static int quick_sync_dir(void *ctx, const char *path)
+{
+    (void)ctx;
+    (void)path;
+    return 0;
+}
+
+UNUSED static const bg_out_sys quick = {.write = quick_write,
+                                        .sync = quick_sync,
+                                        .truncate = quick_truncate,
+                                        .make = quick_make,
+                                        .rename = quick_rename,
+                                        .unlink = quick_unlink,
+                                        .sync_dir = quick_sync_dir};
 
 /* ---- the job
  * --------------------------------------------------------------------------------------------- */

@@ -160,7 +160,14 @@ static void each_call_fails(bg_out_format format, bool half, bool second)
         j.stop = 0;
         disk_begin(&d, n);
         d.half = half;
-        const bg_out_sys sys = {disk_write, disk_sync, disk_truncate, &d};
+        const bg_out_sys sys = {.write = disk_write,
+                                .sync = disk_sync,
+                                .truncate = disk_truncate,
+                                .make = quick_make,
+                                .rename = quick_rename,
+                                .unlink = quick_unlink,
+                                .sync_dir = quick_sync_dir,
+                                .ctx = &d};
         bg_status st = run_job(&j, &sys, &err);
         end_job(&j);
         bool failed = d.calls > n;
@@ -210,7 +217,14 @@ static void power_loss(bg_out_format format, size_t piece)
             bg_error err = {0};
             disk_begin(&d, n);
             d.piece = piece;
-            const bg_out_sys sys = {disk_write, disk_sync, disk_truncate, &d};
+            const bg_out_sys sys = {.write = disk_write,
+                                    .sync = disk_sync,
+                                    .truncate = disk_truncate,
+                                    .make = quick_make,
+                                    .rename = quick_rename,
+                                    .unlink = quick_unlink,
+                                    .sync_dir = quick_sync_dir,
+                                    .ctx = &d};
             (void)run_job(&j, &sys, &err);
             end_job(&j);
             over = d.calls <= n;
@@ -428,7 +442,14 @@ Test(crash, power_loss_while_cutting)
             store(out_path, out.data, out.n / 3);
             store(journal_path, journal.data, journal.n);
             disk_begin(&d, n);
-            const bg_out_sys sys = {disk_write, disk_sync, disk_truncate, &d};
+            const bg_out_sys sys = {.write = disk_write,
+                                    .sync = disk_sync,
+                                    .truncate = disk_truncate,
+                                    .make = quick_make,
+                                    .rename = quick_rename,
+                                    .unlink = quick_unlink,
+                                    .sync_dir = quick_sync_dir,
+                                    .ctx = &d};
             err = (bg_error){0};
             cr_assert_eq(run_job(&j, &sys, &err), BG_IO);
             end_job(&j);

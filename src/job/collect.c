@@ -50,15 +50,14 @@ struct record {
     record *prev, *next; /* of all records in flight */
 };
 
-typedef enum message_kind { MSG_RECORD, MSG_EVENTS, MSG_REFUSED, MSG_END } message_kind;
+typedef enum message_kind { MSG_RECORD, MSG_EVENTS, MSG_REFUSED } message_kind;
 
 typedef struct message {
     message_kind kind;
-    record *rec;   /* RECORD */
-    choice *ch;    /* REFUSED */
-    char *text;    /* REFUSED */
-    bool all_done; /* END */
-    int n;         /* EVENTS */
+    record *rec; /* RECORD */
+    choice *ch;  /* REFUSED */
+    char *text;  /* REFUSED */
+    int n;       /* EVENTS */
     bg_token_event events[];
 } message;
 
@@ -80,7 +79,9 @@ struct bg_collect {
     pthread_t thread;
     bool started, joined;
     record *first;
-    bool ended, all_done, broken;
+    bool all_done; /* said before the queue was closed */
+    bool broken;
+    atomic_bool lost; /* a message could not be made: from there on nothing may be believed */
     bg_error err;
     bg_buf line;
     bg_partial *partials; /* what the last commit was told */
@@ -252,8 +253,8 @@ void bg_collect_events(void *p, const bg_token_event *events, int n)
 {
     bg_collect *c = p;
     message *m = malloc(sizeof *m + (size_t)n * sizeof *events);
-    if (!m) { /* the record stays open and the job ends as unfinished */
-        bg_queue_close(c->queue);
+    if (!m) {
+        atomic_store(&c->lost, true);
         return;
     }
     *m = (message){.kind = MSG_EVENTS, .n = n};
@@ -264,18 +265,19 @@ void bg_collect_events(void *p, const bg_token_event *events, int n)
 void bg_collect_refused(bg_collect *c, const bg_seq_spec *spec, const char *text)
 {
     message *m = calloc(1, sizeof *m);
-    if (!m) return;
-    *m = (message){.kind = MSG_REFUSED, .ch = spec->user, .text = text ? strdup(text) : NULL};
+    char *copy = m && text ? strdup(text) : NULL;
+    if (!m || (text && !copy)) {
+        free(m);
+        atomic_store(&c->lost, true);
+        return;
+    }
+    *m = (message){.kind = MSG_REFUSED, .ch = spec->user, .text = copy};
     send(c, m);
 }
 
 void bg_collect_end(bg_collect *c, bool all_done)
 {
-    message *m = calloc(1, sizeof *m);
-    if (m) {
-        *m = (message){.kind = MSG_END, .all_done = all_done};
-        send(c, m);
-    }
+    c->all_done = all_done; /* the collector looks once it finds the queue closed */
     bg_queue_close(c->queue);
 }
 
@@ -659,13 +661,16 @@ static void take_message(bg_collect *c, message *m)
     case MSG_REFUSED:
         refused(c, m->ch, m->text);
         break;
-    case MSG_END:
-        c->ended = true;
-        c->all_done = m->all_done;
-        break;
     }
     free(m->text);
     free(m);
+}
+
+static void check_lost(bg_collect *c)
+{
+    bg_error e = {0};
+    if (!c->broken && atomic_load(&c->lost))
+        fail(c, bg_fail(&e, BG_NOMEM, "out of memory for tokens on their way to results"), &e);
 }
 
 static void *collector(void *p)
@@ -674,6 +679,7 @@ static void *collector(void *p)
     bg_error e = {0};
     for (;;) {
         message *m = bg_queue_pop_within(c->queue, TICK_NS);
+        check_lost(c); /* what was sent after a lost message finds it known */
         if (m)
             take_message(c, m);
         else if (bg_queue_closed(c->queue))
@@ -683,10 +689,14 @@ static void *collector(void *p)
             if (st) fail(c, st, &e);
         }
     }
+    check_lost(c);
     if (!c->broken) {
-        bool complete = c->ended && c->all_done && !c->first;
+        bool complete = c->all_done && !c->first;
         bg_status st =
             complete ? bg_writer_finish(c->c.writer, &e) : bg_writer_commit(c->c.writer, &e);
+        if (!st && c->all_done && c->first)
+            st = bg_fail(&e, BG_INTERNAL, "line %lld has no result at the end of the job",
+                         (long long)c->first->item->req.line);
         if (st) fail(c, st, &e);
     }
     c->c.on_finished(c->c.ctx);

@@ -9,6 +9,7 @@
 #include "base/buf.h"
 #include "base/clock.h"
 #include "base/io.h"
+#include "base/json.h"
 #include "job/names.h"
 #include "job/notify.h"
 #include "job/options.h"
@@ -214,8 +215,11 @@ static bg_status parse_file(bg_job *job, int command, const char *path, source s
     json_t *root = NULL;
     if (!st) {
         json_error_t je;
-        root = json_loadb(data, n, JSON_REJECT_DUPLICATES, &je);
-        if (!root)
+        bool nomem;
+        root = bg_json_load(data, n, JSON_REJECT_DUPLICATES, &je, &nomem);
+        if (nomem)
+            st = bg_fail(err, BG_NOMEM, "%s: out of memory", path);
+        else if (!root)
             st = bg_fail(err, BG_FORMAT, "%s: line %d, column %d: %s", path, je.line, je.column,
                          je.text);
         else if (!json_is_object(root))

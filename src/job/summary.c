@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "base/json.h"
 
 static const char *status_name(const bg_summary *s)
 {
@@ -55,7 +56,7 @@ char *bg_summary_json(const bg_summary *s)
         ok = ok && parts[i] && json_object_update(j, parts[i]) == 0;
         json_decref(parts[i]);
     }
-    char *text = ok ? json_dumps(j, JSON_INDENT(2)) : NULL;
+    char *text = ok ? bg_json_text(j, JSON_INDENT(2)) : NULL;
     json_decref(j);
     return text;
 }

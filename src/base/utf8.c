@@ -1,5 +1,7 @@
 #include "base/utf8.h"
 
+#include <string.h>
+
 /* For lead byte c: the sequence's length (0: never a lead), and the bounds of its second byte. */
 static size_t lead(unsigned char c, unsigned char *lo, unsigned char *hi)
 {
@@ -61,6 +63,14 @@ size_t bg_utf8_put(char *out, uint32_t cp)
 bool bg_utf8_valid(const char *s, size_t n)
 {
     for (size_t i = 0; i < n;) {
+        uint64_t eight;
+        if (n - i >= sizeof eight) {
+            memcpy(&eight, s + i, sizeof eight);
+            if (!(eight & UINT64_C(0x8080808080808080))) { /* ASCII all of it */
+                i += sizeof eight;
+                continue;
+            }
+        }
         uint32_t cp;
         i += bg_utf8_next(s + i, n - i, &cp);
         if (cp == BG_UTF8_BAD) return false;

@@ -43,8 +43,10 @@ bg_status bg_input_open(bg_input **in, const char *const *paths, int n_paths, si
                         bg_error *err);
 void bg_input_close(bg_input *in);
 /* The next line that is not blank. *got false: the end. BG_FORMAT: damaged compression (names the
- * file and offset; lines before it were whole). BG_IO. */
+ * file and offset; lines before it were whole), or a file of UTF-16 or UTF-32. BG_IO. */
 bg_status bg_input_next(bg_input *in, bg_line *line, bool *got, bg_error *err);
+/* Whether the next line is in memory already, so that bg_input_next() would not wait for it. */
+bool bg_input_ready(const bg_input *in);
 /* Bytes of the files as stored, and how many of them have been read: for progress. total 0:
  * unknown. */
 void bg_input_progress(const bg_input *in, uint64_t *read, uint64_t *total);

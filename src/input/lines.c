@@ -122,6 +122,11 @@ int64_t bg_input_records(const bg_input *in)
     return in->records;
 }
 
+bool bg_input_ready(const bg_input *in)
+{
+    return in->source && memchr(in->buf + in->pos, '\n', in->len - in->pos);
+}
+
 uint64_t bg_input_hash(const bg_input *in)
 {
     return in->hash;
@@ -212,6 +217,24 @@ static bool blank(const char *s, size_t n)
     return true;
 }
 
+/* How a file begins that is text, but not UTF-8: by its mark, or by a brace or a quote among NULs.
+ * Told once for the file: every line of it would be garbage. NULL: it may be UTF-8. */
+static const char *other_encoding(const char *s, size_t n)
+{
+    static const struct {
+        const char *start;
+        size_t n;
+        const char *name;
+    } list[] = {{"\xff\xfe\0\0", 4, "UTF-32"}, {"\0\0\xfe\xff", 4, "UTF-32"},
+                {"{\0\0\0", 4, "UTF-32"},      {"\0\0\0{", 4, "UTF-32"},
+                {"\xff\xfe", 2, "UTF-16"},     {"\xfe\xff", 2, "UTF-16"},
+                {"{\0\"\0", 4, "UTF-16"},      {"\0{\0\"", 4, "UTF-16"},
+                {"{\0 \0", 4, "UTF-16"},       {"\0{\0 ", 4, "UTF-16"}};
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
+        if (n >= list[i].n && memcmp(s, list[i].start, list[i].n) == 0) return list[i].name;
+    return NULL;
+}
+
 /* The next line of the current file, blank or not. False: there is none (or in->failed). */
 static bool next_line(bg_input *in, bg_line *out)
 {
@@ -223,6 +246,12 @@ static bool next_line(bg_input *in, bg_line *out)
         looked = n;
         if (lf || n > in->max_line + SLACK || !more(in)) break;
     }
+    const char *other = in->line == 0 ? other_encoding(in->buf + in->pos, in->len - in->pos) : NULL;
+    if (other)
+        return fail_later(in, bg_fail(&in->why, BG_FORMAT,
+                                      "%s: this is %s text; convert it to UTF-8: iconv -f %s -t "
+                                      "UTF-8",
+                                      in->paths[in->file], other, other));
     size_t n_have = lf ? (size_t)(lf - (in->buf + in->pos)) + 1 : in->len - in->pos;
     if (!lf && (n_have == 0 || (in->failed && n_have <= in->max_line + SLACK))) return false;
 

@@ -16,11 +16,23 @@
 #include "base/json.h"
 #include "base/utf8.h"
 #include "input/parts.h"
+#include "input/quick.h"
 #include "input/scan.h"
 
 void bg_gen_defaults(bg_gen *g)
 {
     *g = (bg_gen){.temperature = 1, .top_p = 1, .repetition_penalty = 1, .n = 1, .logprobs = -1};
+}
+
+/* Texts of the user's may have been cut inside a character. */
+static void mend(char *s)
+{
+    size_t n = strlen(s), len;
+    uint32_t cp;
+    for (; n; s += len, n -= len) {
+        len = bg_utf8_next(s, n, &cp);
+        if (cp == BG_UTF8_BAD) memset(s, '?', len);
+    }
 }
 
 static void reject(bg_request *r, const char *code, const char *param, const char *fmt, va_list ap)
@@ -37,6 +49,8 @@ static void reject(bg_request *r, const char *code, const char *param, const cha
         text[0] = 0;
         vsnprintf(text, n_text + 1, fmt, again);
         memcpy(text + n_text + 1, param ? param : "", n_param + 1);
+        mend(text);
+        mend(text + n_text + 1);
     }
     va_end(again);
     free(r->error_message);
@@ -107,6 +121,12 @@ bool bg_parse_bad_value(bg_parse *c, const char *name, const json_t *value, cons
                         must);
 }
 
+bool bg_json_is(const json_t *v, const char *text)
+{
+    return json_is_string(v) && json_string_length(v) == strlen(text) &&
+           memcmp(json_string_value(v), text, strlen(text)) == 0;
+}
+
 bool bg_json_whole(const json_t *v, int64_t *out)
 {
     if (json_is_integer(v)) {
@@ -170,6 +190,11 @@ static bool broken_json(bg_parse *c, const char *s, size_t n, const json_error_t
         bool utf16 = n >= 2 && (!memcmp(s, "\xff\xfe", 2) || !memcmp(s, "\xfe\xff", 2));
         bg_request_reject(r, BG_CODE_JSON, NULL, "not UTF-8 at byte %zu%s", at + bom,
                           utf16 ? "; it looks like UTF-16: convert the file to UTF-8" : "");
+    } else if (code == json_error_end_of_input_expected && memmem(s, n, "}\r{", 3)) {
+        bg_request_reject(r, BG_CODE_JSON, NULL,
+                          "several objects with CR between them, near byte %zu; only LF ends a "
+                          "line",
+                          end + bom);
     } else if (code == json_error_end_of_input_expected) {
         bg_request_reject(
             r, BG_CODE_JSON, NULL,
@@ -210,15 +235,14 @@ static bool openai_line(bg_parse *c)
 
     const json_t *method = bg_parse_field(c, "method"), *url = bg_parse_field(c, "url");
     if (!method) return bg_parse_bad(c, BG_CODE_MISSING, "method", "method is missing; it is POST");
-    if (!json_is_string(method) || strcmp(json_string_value(method), "POST") != 0)
-        return bg_parse_bad_value(c, "method", method, "\"POST\"");
+    if (!bg_json_is(method, "POST")) return bg_parse_bad_value(c, "method", method, "\"POST\"");
     if (!url)
         return bg_parse_bad(c, BG_CODE_MISSING, "url",
                             "url is missing; /v1/chat/completions and /v1/completions are known");
     if (!json_is_string(url)) return bg_parse_bad_value(c, "url", url, "a string");
-    if (strcmp(json_string_value(url), "/v1/chat/completions") == 0)
+    if (bg_json_is(url, "/v1/chat/completions"))
         r->api = BG_API_CHAT;
-    else if (strcmp(json_string_value(url), "/v1/completions") == 0)
+    else if (bg_json_is(url, "/v1/completions"))
         r->api = BG_API_COMPLETION;
     else
         return bg_parse_bad(c, BG_CODE_URL, "url",
@@ -264,8 +288,6 @@ static bool parse(bg_parse *c, const bg_line *line)
     size_t bom = line->n >= 3 && memcmp(line->data, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
     const char *s = line->data + bom;
     size_t n = line->n - bom;
-    r->content_hash = bg_hash64(s, n, 0);
-    if (!r->content_hash) r->content_hash = 1;
     if (line->too_long) {
         bg_scan scan;
         bg_scan_line(s, n, n, &scan);
@@ -279,7 +301,8 @@ static bool parse(bg_parse *c, const bg_line *line)
     const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_error_t e = {0};
     bool nomem;
-    r->root = bg_json_load(s, n, flags, &e, &nomem);
+    r->root = bg_quick_load(s, n, &nomem);
+    if (!r->root && !nomem) r->root = bg_json_load(s, n, flags, &e, &nomem);
     if (nomem) return bg_parse_nomem(c);
     if (!r->root) return broken_json(c, s, n, &e, bom);
     if (!json_is_object(r->root)) {
@@ -298,6 +321,14 @@ static bool parse(bg_parse *c, const bg_line *line)
            (r->api == BG_API_CHAT ? bg_parse_messages(c) : bg_parse_prompts(c));
 }
 
+/* Of a line that is no request: of its bytes, a BOM aside. */
+static uint64_t hash_of_line(const bg_line *line)
+{
+    size_t bom = line->n >= 3 && memcmp(line->data, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
+    uint64_t h = bg_hash64(line->data + bom, line->n - bom, 0);
+    return h ? h : 1;
+}
+
 bg_status bg_request_parse(bg_request *r, const bg_line *line, const bg_gen *defaults,
                            const bg_request_limits *limits, bg_error *err)
 {
@@ -314,6 +345,7 @@ bg_status bg_request_parse(bg_request *r, const bg_line *line, const bg_gen *def
     if (limits && limits->max_logprobs) c.limits.max_logprobs = limits->max_logprobs;
     if (limits && limits->max_nesting) c.limits.max_nesting = limits->max_nesting;
     (void)parse(&c, line); /* false is told by error_code or nomem */
+    if (!r->content_hash) r->content_hash = hash_of_line(line);
     if (c.nomem) return bg_fail(err, BG_NOMEM, "line %lld: out of memory", (long long)line->line);
     return BG_OK;
 }

@@ -11,7 +11,14 @@
 #include "base/ordered.h"
 #include "base/rng.h"
 
-enum { WINDOW = 512, WINDOW_BYTES = 64 << 20 };
+/* Lines go through the map in batches: handing over each one alone costs more than parsing it. */
+enum { BATCH = 16, BATCH_BYTES = 64 << 10, WINDOW = 32, WINDOW_BYTES = 64 << 20 };
+
+typedef struct batch {
+    bg_feed_item *items[BATCH]; /* items[next..n) are not handed out yet */
+    int next, n;
+    size_t bytes;
+} batch;
 
 struct bg_feed {
     bg_feed_config c;
@@ -19,7 +26,8 @@ struct bg_feed {
     bg_request_limits limits;
     int64_t wall_s;
     bg_input *in;
-    bg_ordered *map;
+    bg_ordered *map; /* of batches */
+    batch *now;      /* the consumer's */
     pthread_t reader;
     bool has_reader;
     bg_id_set *ids;
@@ -123,10 +131,16 @@ static void check_model(bg_feed *f, bg_request *r)
                   (long long)r->line, m->name);
 }
 
-static void work(void *ctx, void *p)
+static void batch_free(void *p)
 {
-    bg_feed *f = ctx;
-    bg_feed_item *item = p;
+    batch *b = p;
+    for (int i = b ? b->next : 0; b && i < b->n; i++)
+        bg_feed_item_free(b->items[i]);
+    free(b);
+}
+
+static void work_on(bg_feed *f, bg_feed_item *item)
+{
     item->line.data = item->data;
     item->st = bg_request_parse(&item->req, &item->line, &f->defaults, &f->limits, &item->err);
     if (!item->st) check_model(f, &item->req);
@@ -136,6 +150,13 @@ static void work(void *ctx, void *p)
     if (!item->st && f->c.model)
         item->st = bg_job_encode(f->c.model, f->c.job, &item->req, f->wall_s, &item->ids,
                                  &item->n_prompts, &item->err);
+}
+
+static void work(void *ctx, void *p)
+{
+    batch *b = p;
+    for (int i = 0; i < b->n; i++)
+        work_on(ctx, b->items[i]);
 }
 
 static bool wait_for_room(bg_feed *f, size_t n)
@@ -149,7 +170,7 @@ static bool wait_for_room(bg_feed *f, size_t n)
     return ok;
 }
 
-static bg_status read_one(bg_feed *f, const bg_line *line, bool *go_on)
+static bg_status read_one(bg_feed *f, const bg_line *line, batch *b)
 {
     bg_feed_item *item = calloc(1, sizeof *item);
     char *copy = malloc(line->n + 1);
@@ -167,27 +188,53 @@ static bg_status read_one(bg_feed *f, const bg_line *line, bool *go_on)
     bg_input_progress(f->in, &item->place.read, &item->place.total);
     item->other = !wanted(f->c.job, line->record);
     item->done = !item->other && f->c.is_done && f->c.is_done(f->c.ctx, line->record);
-    *go_on = wait_for_room(f, line->n) && bg_ordered_push(f->map, item);
-    if (!*go_on) bg_feed_item_free(item);
+    b->items[b->n++] = item;
+    b->bytes += line->n;
     return BG_OK;
 }
 
-static void *reader(void *arg)
+/* Reads lines into b until it is full, the input is at its end (*go_on false), or the next line has
+ * not arrived. */
+static bg_status read_batch(bg_feed *f, batch *b, int64_t *n_lines, bool *go_on)
 {
-    bg_feed *f = arg;
-    bool go_on = true;
     int64_t limit = f->c.job->limit;
-    for (int64_t n = 0; go_on && !f->read_st && (!limit || n < limit); n++) {
+    bg_status st = BG_OK;
+    while (!st && b->n < BATCH && b->bytes < BATCH_BYTES && (!b->n || bg_input_ready(f->in))) {
         bg_line line;
-        f->read_st = bg_input_next(f->in, &line, &go_on, &f->read_err);
-        if (f->read_st || !go_on) break;
-        f->read_st = read_one(f, &line, &go_on);
+        if (limit && *n_lines == limit)
+            *go_on = false;
+        else
+            st = bg_input_next(f->in, &line, go_on, &f->read_err);
+        if (st || !*go_on) break;
+        ++*n_lines;
+        st = read_one(f, &line, b);
         uint64_t read, total;
         bg_input_progress(f->in, &read, &total);
         /* Files are read in large pieces; of a plain one the lines so far say it better. */
         atomic_store(&f->read, line.end < read ? line.end : read);
         atomic_store(&f->total, total);
         atomic_store(&f->records, bg_input_records(f->in));
+    }
+    return st;
+}
+
+static void *reader(void *arg)
+{
+    bg_feed *f = arg;
+    bool go_on = true;
+    int64_t n_lines = 0;
+    while (go_on && !f->read_st) {
+        batch *b = calloc(1, sizeof *b);
+        if (!b) {
+            f->read_st = bg_fail(&f->read_err, BG_NOMEM, "out of memory for lines");
+            break;
+        }
+        f->read_st = read_batch(f, b, &n_lines, &go_on);
+        /* What was whole before a failure still goes out. */
+        if (!b->n || !wait_for_room(f, b->bytes) || !bg_ordered_push(f->map, b)) {
+            go_on = go_on && !b->n;
+            batch_free(b);
+        }
     }
     bg_ordered_end(f->map);
     return NULL;
@@ -247,23 +294,39 @@ static bg_status check_id(bg_feed *f, bg_feed_item *item, bg_error *err)
     return BG_OK;
 }
 
+static bool is_stopped(bg_feed *f)
+{
+    pthread_mutex_lock(&f->lock);
+    bool stopped = f->stopped;
+    pthread_mutex_unlock(&f->lock);
+    return stopped;
+}
+
+/* The consumer's batch, with an item left. False: there is none. */
+static bool next_batch(bg_feed *f)
+{
+    if (f->now && f->now->next < f->now->n) return true;
+    batch_free(f->now);
+    f->now = bg_ordered_pop(f->map);
+    if (!f->now) return false;
+    pthread_mutex_lock(&f->lock);
+    f->bytes -= f->now->bytes;
+    pthread_cond_signal(&f->room);
+    pthread_mutex_unlock(&f->lock);
+    return true;
+}
+
 static bg_status next_item(bg_feed *f, bg_feed_item **out, bg_error *err)
 {
     *out = NULL;
-    bg_feed_item *item = bg_ordered_pop(f->map);
-    if (!item) {
-        pthread_mutex_lock(&f->lock);
-        bool stopped = f->stopped;
-        pthread_mutex_unlock(&f->lock);
-        if (stopped || !f->read_st) return BG_OK;
+    if (is_stopped(f)) return BG_OK;
+    if (!next_batch(f)) {
+        if (is_stopped(f) || !f->read_st) return BG_OK;
         bg_fail_at(err, f->read_st, 0, f->read_err.file, f->read_err.line, "%s", f->read_err.text);
         err->os = f->read_err.os;
         return err->status;
     }
-    pthread_mutex_lock(&f->lock);
-    f->bytes -= item->line.n;
-    pthread_cond_signal(&f->room);
-    pthread_mutex_unlock(&f->lock);
+    bg_feed_item *item = f->now->items[f->now->next++];
     free(item->data);
     item->data = NULL;
     bg_status st = item->st ? bg_fail(err, item->st, "%s", item->err.text) : BG_OK;
@@ -293,17 +356,13 @@ void bg_feed_stop(bg_feed *f)
     bg_ordered_stop(f->map);
 }
 
-static void drop(void *item)
-{
-    bg_feed_item_free(item);
-}
-
 void bg_feed_close(bg_feed *f)
 {
     if (!f) return;
     if (f->map) bg_feed_stop(f);
     if (f->has_reader) pthread_join(f->reader, NULL);
-    bg_ordered_free(f->map, drop);
+    bg_ordered_free(f->map, batch_free);
+    batch_free(f->now);
     bg_input_close(f->in);
     bg_id_set_free(f->ids);
     pthread_mutex_destroy(&f->lock);

@@ -1,8 +1,11 @@
-#include <locale.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/json.h"
 #include "cli/cli.h"
 
 static const bg_command commands[] = {
@@ -45,7 +48,36 @@ static void help(const bg_command *c)
     if (c->more) printf("\n%s", c->more);
 }
 
-int main(int argc, char **argv)
+/* A standard stream that was closed would be the number of the next file opened, and messages would
+ * go into the results. Each gets a descriptor on which its use fails, as it does on a closed one.
+ */
+static bool hold_standard_streams(void)
+{
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd)
+            return false;
+    return true;
+}
+
+/* A mapped file that was cut short has no bytes to give. Results that were committed stay. */
+static void on_lost_page(int sig)
+{
+    static const char text[] = "batchgen: the model became shorter, or its device failed, while it "
+                               "was read\n";
+    (void)sig;
+    ssize_t n = write(STDERR_FILENO, text, sizeof text - 1);
+    (void)n;
+    _exit(BG_EXIT_IO);
+}
+
+static int flushed(int code)
+{
+    if (fflush(stdout) == 0 && !ferror(stdout)) return code;
+    fprintf(stderr, "batchgen: standard output: cannot write: %s\n", strerror(errno));
+    return BG_EXIT_IO;
+}
+
+static int dispatch(int argc, char **argv)
 {
     if (argc < 2) {
         usage(stderr);
@@ -62,7 +94,7 @@ int main(int argc, char **argv)
     }
     if (strcmp(name, "--job-schema") == 0) { /* makes schemas/job.schema.json */
         json_t *s = bg_job_schema();
-        char *text = s ? json_dumps(s, JSON_INDENT(2)) : NULL;
+        char *text = s ? bg_json_text(s, JSON_INDENT(2)) : NULL;
         if (text) puts(text);
         free(text);
         json_decref(s);
@@ -88,4 +120,11 @@ int main(int argc, char **argv)
     }
     fprintf(stderr, "batchgen: %s: no such command; batchgen --help lists them\n", name);
     return BG_EXIT_USAGE;
+}
+
+int main(int argc, char **argv)
+{
+    if (!hold_standard_streams()) return BG_EXIT_SOFTWARE;
+    signal(SIGBUS, on_lost_page);
+    return flushed(dispatch(argc, argv));
 }

@@ -412,7 +412,8 @@ class Campaign:
 
     def choose(self):
         fresh = not self.state.results
-        moment = self.rnd.choices(["start-up", "growth", "write", "finish"], [3, 8, 6, 1 if self.made() < self.budget / 2 else 3])[0]
+        near = self.made() > self.budget * 0.7 or len(self.state.results) > len(self.wanted) * 0.8
+        moment = self.rnd.choices(["start-up", "growth", "write", "finish"], [3, 8, 6, 6 if near or self.shape.retry else 0])[0]
         target = self.rnd.choices(["coordinator", "rank", "nursery", "all", "ranks", "term"], [12, 4, 2, 3, 1, 2])[0]
         return target, moment, "start-up" if fresh and moment == "start-up" else \
             "recovery" if moment == "start-up" else moment
@@ -528,7 +529,7 @@ class Campaign:
             family += descendants(p.pid)
             self.wait(p)
             self.gone(family)
-            if p.returncode == -signal.SIGKILL:
+            if p.returncode in (-signal.SIGKILL, -signal.SIGTERM) and struck:  # SIGTERM: before it is handled
                 self.verify(retried)
                 return False
             return self.ended(p, before, struck, retried)

@@ -156,6 +156,7 @@ static void become_child_of(pid_t parent, const char *name)
         signal(ignored[i], SIG_IGN);
     signal(SIGCHLD, SIG_DFL);
     signal(SIGALRM, SIG_DFL);
+    signal(SIGBUS, SIG_DFL); /* how a rank ended is told by its status */
 }
 
 static void fork_rank(bg_ranks *r, int rank)
@@ -486,6 +487,11 @@ static bg_status rank_failure(const bg_ranks *r, int rank, bg_error *err)
                        "rank %d was killed (signal 9); the kernel does that when memory runs out: "
                        "see its log",
                        rank);
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS)
+        return bg_fail(err, BG_DEVICE,
+                       "rank %d died of signal %d: the model became shorter, or its device failed, "
+                       "while it was read",
+                       rank, SIGBUS);
     if (WIFSIGNALED(status))
         return bg_fail(err, BG_DEVICE, "rank %d died of signal %d (%s)", rank, WTERMSIG(status),
                        strsignal(WTERMSIG(status)));

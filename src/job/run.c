@@ -74,8 +74,10 @@ static bg_status open_log(run *r, bg_error *err)
     r->log_fd = STDERR_FILENO;
     if (r->job->log_file) {
         r->log_fd = open(r->job->log_file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-        if (r->log_fd < 0)
+        if (r->log_fd < 0) {
+            r->outcome->stage = BG_STAGE_OUTPUT;
             return bg_fail_os(err, "%s: cannot open for appending", r->job->log_file);
+        }
     }
     int level = r->job->quiet && r->job->log_level > BG_LOG_ERROR && !r->job->log_file
                     ? BG_LOG_ERROR
@@ -378,7 +380,8 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
         else
             bg_fail(&se, BG_NOMEM, "out of memory for the summary");
         if (se.status && !st) {
-            st = bg_fail_at(err, se.status, se.os, se.file, se.line, "%s", se.text);
+            st = bg_fail_at(err, se.status, 0, se.file, se.line, "%s", se.text);
+            err->os = se.os;
             r->outcome->stage = BG_STAGE_OUTPUT;
         }
     }

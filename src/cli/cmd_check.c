@@ -19,7 +19,7 @@ static void bad(void *ctx, const bg_request *r)
     json_t *o = json_pack("{sI ss* ss ss ss*}", "line", (json_int_t)r->line, "file",
                           c->job->inputs.n > 1 ? c->job->inputs.v[r->file] : NULL, "code",
                           r->error_code, "message", r->error_message, "param", r->error_param);
-    if (o) json_dumpf(o, c->out, JSON_COMPACT);
+    if (o) json_dumpf(o, c->out, JSON_COMPACT | JSON_ENSURE_ASCII); /* nothing that ends a line */
     fputc('\n', c->out);
     json_decref(o);
 }

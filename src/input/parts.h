@@ -30,6 +30,8 @@ bool bg_parse_bad(bg_parse *c, const char *code, const char *name, const char *f
 bool bg_parse_bad_value(bg_parse *c, const char *name, const json_t *value, const char *must);
 bool bg_parse_nomem(bg_parse *c); /* sets nomem and returns false */
 
+/* Whether v is exactly this text; a NUL and more behind it make it another one. */
+bool bg_json_is(const json_t *v, const char *text);
 /* A whole number, exact: integers, and reals that are whole and below 2^53. Not booleans. */
 bool bg_json_whole(const json_t *v, int64_t *out);
 

@@ -6,10 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool one_of(const char *s, const char *const *names, size_t n)
+static bool one_of(const json_t *v, const char *const *names, size_t n)
 {
     for (size_t i = 0; i < n; i++)
-        if (strcmp(s, names[i]) == 0) return true;
+        if (bg_json_is(v, names[i])) return true;
     return false;
 }
 
@@ -26,11 +26,11 @@ static bool content_part(bg_parse *c, const char *where, const json_t *part)
         return bg_parse_bad(c, BG_CODE_MISSING, name, "%s%s is missing", c->prefix, name);
     if (!json_is_string(type)) return bg_parse_bad_value(c, name, type, "a string");
     const char *t = json_string_value(type);
-    if (one_of(t, media, sizeof media / sizeof *media))
+    if (one_of(type, media, sizeof media / sizeof *media))
         return bg_parse_bad(c, BG_CODE_UNSUPPORTED, where,
                             "%s%s is of type %s; only text can be given to the model", c->prefix,
                             where, t);
-    if (strcmp(t, "text") != 0)
+    if (!bg_json_is(type, "text"))
         return bg_parse_bad(c, BG_CODE_FIELD, name, "%s%s is %.40s; only text is known", c->prefix,
                             name, t);
     const json_t *text = json_object_get(part, "text");
@@ -108,7 +108,7 @@ static bool message(bg_parse *c, size_t i, json_t *m)
     snprintf(name, sizeof name, "%s.role", where);
     if (!role) return bg_parse_bad(c, BG_CODE_MISSING, name, "%s%s is missing", c->prefix, name);
     if (!json_is_string(role)) return bg_parse_bad_value(c, name, role, "a string");
-    if (!one_of(json_string_value(role), roles, sizeof roles / sizeof *roles))
+    if (!one_of(role, roles, sizeof roles / sizeof *roles))
         return bg_parse_bad(c, BG_CODE_FIELD, name,
                             "%s%s is %.40s; system, developer, user, assistant and tool are known",
                             c->prefix, name, json_string_value(role));
@@ -120,7 +120,7 @@ static bool message(bg_parse *c, size_t i, json_t *m)
     const json_t *calls = json_object_get(m, "tool_calls");
     snprintf(name, sizeof name, "%s.tool_calls", where);
     if (calls && !tool_calls(c, name, calls)) return false;
-    bool may_be_null = strcmp(json_string_value(role), "assistant") == 0 &&
+    bool may_be_null = bg_json_is(role, "assistant") &&
                        (json_array_size(calls) > 0 || json_object_get(m, "function_call"));
     return content(c, where, m, may_be_null);
 }

@@ -7,7 +7,7 @@
 enum { MAX_DEPTH = 32 };
 
 typedef struct level {
-    bool object, have_key;
+    bool object, have_key, have_value;
     size_t key_at, key_n; /* without its quotes, as written */
     long index;
 } level;
@@ -76,7 +76,7 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
             i++;
         } else if (c == ',') {
             if (top) {
-                top->have_key = false;
+                top->have_key = top->have_value = false;
                 top->index++;
             }
             i++;
@@ -95,8 +95,9 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
                 if (depth == 1 && (key_is(s, top, "custom_id") || key_is(s, top, "method") ||
                                    key_is(s, top, "url") || key_is(s, top, "body")))
                     out->batch = true;
-            } else if (depth == 1 && top->object && (c == '"' || stop < end)) {
-                /* (a word that touches the end may go on behind it) */
+            } else if (depth == 1 && top->object && !top->have_value && (c == '"' || stop < end)) {
+                /* (a word that touches the end may go on behind it; a second word in one place
+                   is not the value of that key) */
                 found *f = key_is(s, top, "custom_id") ? &custom
                            : key_is(s, top, "id")      ? &plain
                                                        : NULL;
@@ -104,6 +105,7 @@ void bg_scan_line(const char *s, size_t n, size_t end, bg_scan *out)
                     f->at = i;
                     f->n = stop - i;
                 }
+                top->have_value = true;
             }
             i = stop;
         }

@@ -12,16 +12,14 @@
  * nothing. */
 #define TINY_TEMPERATURE 1e-6
 
-static bool get_real(bg_parse *c, const char *name, double min, bool open_min, double max,
-                     double *out)
+static bool get_real(bg_parse *c, const char *name, double min, double max, double *out)
 {
     const json_t *v = bg_parse_field(c, name);
     if (!v) return true;
     double d = json_is_number(v) ? json_number_value(v) : NAN;
-    if (!(d >= min && d <= max) || (open_min && d == min)) {
+    if (!(d >= min && d <= max)) {
         char must[96];
-        snprintf(must, sizeof must, "a number %s %g%s to %g", open_min ? "above" : "from", min,
-                 open_min ? "," : "", max);
+        snprintf(must, sizeof must, "a number from %g to %g", min, max);
         return bg_parse_bad_value(c, name, v, must);
     }
     *out = d + 0.0; /* -0.0 becomes 0 */
@@ -67,10 +65,10 @@ static bool penalties(bg_parse *c)
 {
     bg_gen *g = &c->r->gen;
     double other = 0;
-    if (!get_real(c, "repetition_penalty", 0, true, 100, &g->repetition_penalty) ||
-        !get_real(c, "repeat_penalty", 0, true, 100, &other) ||
-        !get_real(c, "presence_penalty", -2, false, 2, &g->presence_penalty) ||
-        !get_real(c, "frequency_penalty", -2, false, 2, &g->frequency_penalty))
+    if (!get_real(c, "repetition_penalty", 0.01, 100, &g->repetition_penalty) ||
+        !get_real(c, "repeat_penalty", 0.01, 100, &other) ||
+        !get_real(c, "presence_penalty", -2, 2, &g->presence_penalty) ||
+        !get_real(c, "frequency_penalty", -2, 2, &g->frequency_penalty))
         return false;
     if (other != 0) {
         if (bg_parse_field(c, "repetition_penalty") && other != g->repetition_penalty)
@@ -327,9 +325,9 @@ static bool response_format(bg_parse *c)
         return bg_parse_bad(c, type ? BG_CODE_FIELD : BG_CODE_MISSING, "response_format.type",
                             "%sresponse_format.type must be a string", c->prefix);
     const char *t = json_string_value(type);
-    if (strcmp(t, "text") == 0) return true;
+    if (bg_json_is(type, "text")) return true;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (strcmp(t, known[i]) == 0)
+        if (bg_json_is(type, known[i]))
             return bg_parse_bad(c, BG_CODE_UNSUPPORTED, "response_format",
                                 "%sresponse_format %s is not supported; only text is", c->prefix,
                                 t);
@@ -343,8 +341,7 @@ static bool choice_of_tool(bg_parse *c, const char *name)
     if (!v) return true;
     if (!json_is_string(v) && !json_is_object(v))
         return bg_parse_bad_value(c, name, v, "\"none\" or \"auto\"");
-    const char *s = json_string_value(v);
-    if (s && (strcmp(s, "none") == 0 || strcmp(s, "auto") == 0)) return true;
+    if (bg_json_is(v, "none") || bg_json_is(v, "auto")) return true;
     return bg_parse_bad(c, BG_CODE_UNSUPPORTED, name,
                         "%s%s: a call cannot be forced; only none and auto are supported",
                         c->prefix, name);
@@ -356,8 +353,7 @@ static bool modalities(bg_parse *c)
     if (!v) return true;
     if (!json_is_array(v)) return bg_parse_bad_value(c, "modalities", v, "an array");
     for (size_t i = 0; i < json_array_size(v); i++) {
-        const char *s = json_string_value(json_array_get(v, i));
-        if (!s || strcmp(s, "text") != 0)
+        if (!bg_json_is(json_array_get(v, i), "text"))
             return bg_parse_bad(c, BG_CODE_UNSUPPORTED, "modalities",
                                 "%smodalities: only text is supported", c->prefix);
     }
@@ -407,9 +403,8 @@ bool bg_parse_settings(bg_parse *c)
     bg_gen *g = &r->gen;
     int64_t seed = 0;
     bool has_seed = false, skip_special = !g->show_special;
-    if (!refuse(c) || !get_real(c, "temperature", 0, false, 100, &g->temperature) ||
-        !get_real(c, "top_p", 0, false, 1, &g->top_p) ||
-        !get_real(c, "min_p", 0, false, 1, &g->min_p) ||
+    if (!refuse(c) || !get_real(c, "temperature", 0, 100, &g->temperature) ||
+        !get_real(c, "top_p", 0, 1, &g->top_p) || !get_real(c, "min_p", 0, 1, &g->min_p) ||
         !get_int(c, "top_k", -1, INT_MAX, &g->top_k, NULL) || !penalties(c) || !lengths(c) ||
         !choices(c) || !logprobs(c) ||
         !get_whole(c, "seed", INT64_MIN, INT64_MAX, &seed, &has_seed) ||

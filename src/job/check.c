@@ -1,5 +1,9 @@
 #include "job/check.h"
 
+#include <string.h>
+
+#include "base/buf.h"
+
 bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check_counts *n,
                          void (*report)(void *ctx, const bg_request *r), void *ctx, bg_error *err)
 {
@@ -37,11 +41,32 @@ bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check
     return st;
 }
 
+/* Text of the user's, on one line and without control characters: it goes to a terminal. */
+static void print_text(FILE *out, const char *s)
+{
+    bg_buf b = {0};
+    bg_buf_json(&b, s, strlen(s)); /* escapes them; the rest of the escapes is undone */
+    for (size_t i = 1; b.data && i + 1 < b.len; i++) {
+        if (b.data[i] == '\\' && (b.data[i + 1] == '"' || b.data[i + 1] == '\\')) i++;
+        const unsigned char *c = (const unsigned char *)b.data + i;
+        if (c[0] == 0xc2 && c[1] >= 0x80 && c[1] <= 0x9f)
+            fprintf(out, "\\u%04x", b.data[++i] & 0xff);
+        else
+            fputc(c[0], out);
+    }
+    bg_buf_release(&b);
+}
+
 void bg_check_print(FILE *out, const bg_job *job, const bg_request *r)
 {
     if (job->inputs.n > 1) fprintf(out, "%s: ", job->inputs.v[r->file]);
-    fprintf(out, "line %lld: %s: %s", (long long)r->line, r->error_code, r->error_message);
-    if (r->error_param) fprintf(out, " (%s)", r->error_param);
+    fprintf(out, "line %lld: %s: ", (long long)r->line, r->error_code);
+    print_text(out, r->error_message);
+    if (r->error_param) {
+        fputs(" (", out);
+        print_text(out, r->error_param);
+        fputc(')', out);
+    }
     fputc('\n', out);
 }
 

@@ -396,6 +396,47 @@ Test(lines, damage_and_foreign_formats)
     }
 }
 
+/* One message for the file, compressed or not; the files in front of it were read. */
+Test(lines, text_that_is_not_utf8)
+{
+    static const struct {
+        const char *data;
+        size_t n;
+        const char *says; /* NULL: the file is read */
+    } files[] = {
+        {"\xff\xfe{\0\"\0i\0\n\0", 10, "UTF-16"},
+        {"\xfe\xff\0{\0\"\0\n", 8, "UTF-16"},
+        {"\xff\xfe\0\0{\0\0\0\n\0\0\0", 12, "UTF-32"},
+        {"\0\0\xfe\xff\0\0\0{\0\0\0\n", 12, "UTF-32"},
+        {"{\0\"\0i\0d\0\n\0", 10, "UTF-16"},
+        {"\0{\0\"\0i\0\n", 8, "UTF-16"},
+        {"{\0\0\0\"\0\0\0", 8, "UTF-32"},
+        {"\0\0\0{\0\0\0\"", 8, "UTF-32"},
+        {"\xff\xfe", 2, "UTF-16"},
+        {"\0\0\0\0\0\0\n", 7, NULL},
+        {"\xff\n", 2, NULL},
+        {"{\0}\n", 4, NULL},
+        {"ok\n\xff\xfe{\0\n", 8, NULL}, /* not at its start: a bad line */
+    };
+    put(path_b, "before\n", 7);
+    const char *paths[] = {path_b, path_a};
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+        for (size_t k = 0; k < sizeof packers / sizeof *packers; k++) {
+            bg_buf file = {0}, got = {0};
+            bg_error err = {0};
+            packers[k](&file, files[i].data, files[i].n);
+            put(path_a, file.data, file.len);
+            transcript(paths, 2, 0, &got, &err);
+            cr_expect(strstr(got.data, "\"before\""), "%zu", i);
+            cr_expect_eq(err.status, files[i].says ? BG_FORMAT : BG_OK, "%zu: %s", i, err.text);
+            if (files[i].says)
+                cr_expect(strstr(err.text, files[i].says) && strstr(err.text, path_a), "%s",
+                          err.text);
+            bg_buf_release(&file);
+            bg_buf_release(&got);
+        }
+}
+
 Test(lines, open_checks_every_path)
 {
     bg_input *in;

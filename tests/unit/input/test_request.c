@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/buf.h"
+#include "base/utf8.h"
 #include "input/input.h"
 
 /* ---- memory that runs out
@@ -135,6 +136,8 @@ Test(request, chat_fields_refused)
         {"\"top_k\":1.5", BG_CODE_FIELD, "body.top_k"},
         {"\"top_k\":4294967297", BG_CODE_FIELD, "body.top_k"},
         {"\"repetition_penalty\":0", BG_CODE_FIELD, "body.repetition_penalty"},
+        {"\"repetition_penalty\":0.009", BG_CODE_FIELD, "body.repetition_penalty"},
+        {"\"repetition_penalty\":1e-300", BG_CODE_FIELD, "body.repetition_penalty"},
         {"\"repetition_penalty\":1.5,\"repeat_penalty\":1.1", BG_CODE_FIELD, "body.repeat_penalty"},
         {"\"presence_penalty\":2.1", BG_CODE_FIELD, "body.presence_penalty"},
         {"\"frequency_penalty\":true", BG_CODE_FIELD, "body.frequency_penalty"},
@@ -577,6 +580,70 @@ Test(request, content_hash_of_bad_lines)
         cr_expect_neq(h[i], 0);
         for (size_t k = 0; k < i; k++)
             cr_expect_neq(h[i], h[k]);
+        bg_request_release(&r);
+    }
+}
+
+/* ---- texts and ids in messages
+ * ------------------------------------------------------------------------------------------ */
+
+Test(request, a_name_with_nul_behind_it_is_another_name)
+{
+    static const char *const lines[] = {
+        "{\"messages\":[{\"role\":\"user\\u0000x\",\"content\":\"a\"}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\\u0000\",\"text\":\"a\"}]}"
+        "]}",
+        "{\"prompt\":\"a\",\"response_format\":{\"type\":\"text\\u0000\"}}",
+        "{\"prompt\":\"a\",\"modalities\":[\"text\\u0000\"]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tool_choice\":\"none\\u0000\"}",
+        "{\"custom_id\":\"a\",\"method\":\"POST\\u0000\",\"url\":\"/v1/completions\",\"body\":{"
+        "\"prompt\":\"a\"}}",
+        "{\"custom_id\":\"a\",\"method\":\"POST\",\"url\":\"/v1/completions\\u0000\",\"body\":{"
+        "\"prompt\":\"a\"}}",
+    };
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        bg_request r = parse(lines[i]);
+        cr_expect(r.error_code, "%s", lines[i]);
+        bg_request_release(&r);
+    }
+}
+
+/* Messages quote the user's text up to some length, which may fall inside a character. */
+Test(request, messages_are_utf8)
+{
+    for (int n = 30; n < 90; n++) {
+        bg_buf b = {0};
+        bg_buf_str(&b, "{\"prompt\":\"a\",\"logit_bias\":{\"");
+        for (int i = 0; i < n; i++)
+            bg_buf_str(&b, i % 7 ? "\xe2\x82\xac" : "x");
+        bg_buf_str(&b, "\":1}}");
+        bg_request r;
+        cr_assert_eq(parse_n(&r, b.data, b.len), BG_OK);
+        cr_assert(r.error_code && r.error_param);
+        cr_expect(bg_utf8_valid(r.error_message, strlen(r.error_message)), "%s", r.error_message);
+        cr_expect(bg_utf8_valid(r.error_param, strlen(r.error_param)), "%s", r.error_param);
+        bg_request_release(&r);
+        bg_buf_release(&b);
+    }
+}
+
+Test(request, id_of_a_broken_line_is_the_value_of_its_key)
+{
+    static const char *const lines[][2] = {
+        {"{\"id\": \"a\" \"prompt\": \"b\"}", "\"a\""},
+        {"{\"id\": \"a\", \"prompt\" \"b\"}", "\"a\""},
+        {"{\"id\": 5 6, \"prompt\": }", "5"},
+        {"{\"id\": \"a\", \"id\": \"b\"", NULL},
+        {"{\"id\": \"a", NULL},
+        {"{\"x\": {\"id\": \"a\"}, oops", NULL},
+    };
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        bg_request r = parse(lines[i][0]);
+        cr_expect_str_eq(r.error_code, BG_CODE_JSON);
+        if (lines[i][1])
+            cr_expect(r.id && strcmp(r.id, lines[i][1]) == 0, "%s: %s", lines[i][0], r.id);
+        else
+            cr_expect_null(r.id, "%s: %s", lines[i][0], r.id);
         bg_request_release(&r);
     }
 }

@@ -5,6 +5,8 @@
 #   make test          everything that needs no GPU; SAN=address,undefined or SAN=thread under a sanitizer
 #   make one T=unit/base/test_buf [ARGS=--verbose]    one test program
 #   make fuzz [SECONDS=60]   every fuzzer for that long
+#   make crash [N=200]       kills and resumes jobs N times; simulated lost and failed writes
+#   make slurm               four shards under a real Slurm (root; installs it)
 #   make lint, make format, make bench, make install [PREFIX=/usr/local] [DESTDIR=], make clean
 #
 # Without nvcc the build is CPU-only and says so. WERROR=0: warnings are no errors.
@@ -146,6 +148,16 @@ $(foreach f,$(FUZZERS),$(eval $(call fuzz_rules,$(f))))
 fuzz-run: $(addprefix $(BUILD)/,$(FUZZERS))
 	@SECONDS_EACH=$(SECONDS) tests/fuzz/run.sh $(BUILD) $(FUZZERS)
 
+# ---- crashes: SIGKILL at random moments N times, then simulated lost and failed writes ----------------
+N ?= 200
+crash: all $(BUILD)/tests/unit/output/test_crash
+	@BUILD=$(BUILD) python3 tests/crash/kill.py --kills $(N) $(ARGS)
+	@BATCHGEN_CRASH_ROUNDS=$(N) $(BUILD)/tests/unit/output/test_crash --verbose 2>&1 | grep -a 'simulated\|Synthesis\|FAIL'
+
+# Four shards in a real Slurm on this machine; installs slurm-wlm, needs root.
+slurm: all
+	@BUILD=$(BUILD) tests/slurm/run.sh
+
 # ---- lint ----------------------------------------------------------------------------------------------
 C_FILES = $(shell git ls-files '*.c' '*.h')
 format:
@@ -170,5 +182,5 @@ clean:
 	rm -rf build build-*
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
-.PHONY: all one setup demo test test-all fuzz fuzz-run format lint bench install clean
+.PHONY: all one setup demo test test-all fuzz fuzz-run crash slurm format lint bench install clean
 .SECONDARY:

@@ -10,7 +10,7 @@
 #include "base/queue.h"
 #include "base/rng.h"
 
-enum { QUEUE = 8192, PARTIAL_MIN = 16 };
+enum { QUEUE = 8192 };
 static const long long TICK_NS = 500000000;
 
 typedef struct record record;
@@ -603,7 +603,7 @@ static const bg_partial *partials(void *p, int *n)
             /* Of a complete choice that waits for the record's others, all but the last token: that
              * one is generated again, and ends it again. */
             int n_tokens = (int)ch->ids.n - ch->closed;
-            if (n_tokens < PARTIAL_MIN) continue;
+            if (n_tokens < 1) continue;
             if (*n == c->cap_partials) {
                 int cap = c->cap_partials ? c->cap_partials * 2 : 64;
                 bg_partial *v = realloc(c->partials, (size_t)cap * sizeof *v);

@@ -25,6 +25,13 @@ static bool is_stream(const char *path)
     return strcmp(path, "-") == 0;
 }
 
+static bool has_stream(const bg_job *job)
+{
+    for (int i = 0; i < job->inputs.n; i++)
+        if (is_stream(job->inputs.v[i])) return true;
+    return false;
+}
+
 static bool same_file(const char *a, const char *b)
 {
     struct stat x, y;
@@ -98,8 +105,7 @@ static bg_status same_input(const bg_prepared *p, const bg_job *job, bool *same,
     const bg_recovered *was = &p->recovered;
     *same = true;
     if (!was->input_end) return BG_OK;
-    for (int i = 0; i < job->inputs.n; i++)
-        if (is_stream(job->inputs.v[i])) return BG_OK;
+    if (has_stream(job)) return BG_OK;
     *same = false;
     bg_input *in;
     bg_status st = bg_input_open(&in, (const char *const *)job->inputs.v, job->inputs.n,
@@ -166,6 +172,11 @@ static bg_status look_back(bg_prepared *p, const bg_job *job, FILE *messages, bg
     bool same, changed = false;
     bg_status st = BG_OK;
     if (rec->adopted) {
+        if (has_stream(job))
+            return bg_fail(err, BG_ARG,
+                           "%s: its journal was rebuilt, so its ids must be compared with the "
+                           "input first: give the input as a file instead of -",
+                           job->output);
         st = bg_match_ids(job, p->writer, err);
         const bg_rewrite how = {0};
         int64_t kept, dropped;

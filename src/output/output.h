@@ -175,6 +175,11 @@ typedef struct bg_recovered {
  * damaged in its committed part. BG_IO. take_lock is the writer's in every case. */
 bg_status bg_writer_open(bg_writer **w, const bg_writer_config *c, bg_recovered *rec,
                          bg_error *err);
+/* Starts writing: makes or empties the files, or cuts what was not committed, and notes the run in
+ * the journal. bg_writer_open() only reads, so that a job whose input turns out to be another one
+ * leaves every byte as it was. Called once, before the first add and after any bg_writer_rewrite();
+ * not for a finished output. BG_IO, BG_NOMEM. */
+bg_status bg_writer_begin(bg_writer *w, bg_error *err);
 /* Releases everything without committing what was not. */
 void bg_writer_close(bg_writer *w);
 bool bg_writer_done(const bg_writer *w,

@@ -4,13 +4,15 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "base/clock.h"
 
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
 
-/* Memory a new process could take, as the kernel sees it; 0 when it does not say. */
+/* Memory a new process could take, as the kernel and the limit of addresses (ulimit -v) have it; 0
+ * when they do not say. */
 static uint64_t available_memory(void)
 {
     FILE *f = fopen("/proc/meminfo", "re");
@@ -19,7 +21,12 @@ static uint64_t available_memory(void)
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "MemAvailable: %llu kB", &kb) == 1) break;
     if (f && fclose(f) != 0) return 0;
-    return (uint64_t)kb * 1024;
+    uint64_t bytes = (uint64_t)kb * 1024;
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+        (!bytes || limit.rlim_cur < bytes))
+        bytes = limit.rlim_cur;
+    return bytes;
 }
 
 static int processors(void)

@@ -194,10 +194,9 @@ static char **child_env(char *const *from, char *const *own, size_t n_own)
 static bg_status summary_file(const bg_notify_command *c, int *fd, bg_error *err)
 {
     *fd = memfd_create("summary", MFD_CLOEXEC);
-    if (*fd < 0) return bg_fail_os(err, "--notify: cannot hold the summary");
-    bg_status st = bg_write_all(*fd, c->summary, c->n_summary, "--notify: the summary", err);
-    if (!st && lseek(*fd, 0, SEEK_SET) < 0)
-        st = bg_fail_os(err, "--notify: cannot rewind the summary");
+    if (*fd < 0) return bg_fail_os(err, "cannot hold the summary");
+    bg_status st = bg_write_all(*fd, c->summary, c->n_summary, "the summary", err);
+    if (!st && lseek(*fd, 0, SEEK_SET) < 0) st = bg_fail_os(err, "cannot rewind the summary");
     return st;
 }
 
@@ -252,16 +251,16 @@ static bg_status wait_for(const bg_notify_command *c, pid_t pid, bg_error *err)
         poll(NULL, 0, wait_ms);
         if (wait_ms < POLL_MS) wait_ms *= 2;
     }
-    if (got < 0) return bg_fail_os(err, "--notify: lost sight of the command");
+    if (got < 0) return bg_fail_os(err, "lost sight of the command");
     if (killed)
-        return bg_fail(err, BG_IO, "--notify: the command took more than %.0f s and was killed",
+        return bg_fail(err, BG_IO, "the command took more than %.0f s and was killed",
                        (double)limit * 1e-9);
     if (WIFSIGNALED(how))
-        return bg_fail(err, BG_IO, "--notify: the command was ended by signal %d (%s)",
-                       WTERMSIG(how), strsignal(WTERMSIG(how)));
+        return bg_fail(err, BG_IO, "the command was ended by signal %d (%s)", WTERMSIG(how),
+                       strsignal(WTERMSIG(how)));
     if (WEXITSTATUS(how))
-        return bg_fail(err, BG_IO, "--notify: the command exited with status %d%s",
-                       WEXITSTATUS(how), WEXITSTATUS(how) == 127 ? " (not found?)" : "");
+        return bg_fail(err, BG_IO, "the command exited with status %d%s", WEXITSTATUS(how),
+                       WEXITSTATUS(how) == 127 ? " (not found?)" : "");
     return BG_OK;
 }
 
@@ -274,14 +273,13 @@ bg_status bg_notify_run(const bg_notify_command *c, bg_error *err)
     char *texts[3] = {own[0].data, own[1].data, own[2].data};
     bool failed = own[0].failed || own[1].failed || own[2].failed;
     char **env = failed ? NULL : child_env(c->env ? c->env : environ, texts, 3);
-    bg_status st = env ? BG_OK : bg_fail(err, BG_NOMEM, "--notify: out of memory");
+    bg_status st = env ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
     int in = -1;
     pid_t pid = 0;
     if (!st) st = summary_file(c, &in, err);
     if (!st) {
         int rc = spawn(c->command, in, env, &pid);
-        if (rc)
-            st = bg_fail_at(err, BG_IO, rc, __FILE__, __LINE__, "--notify: cannot start /bin/sh");
+        if (rc) st = bg_fail_at(err, BG_IO, rc, __FILE__, __LINE__, "cannot start /bin/sh");
     }
     if (in >= 0) close(in);
     if (!st) st = wait_for(c, pid, err);

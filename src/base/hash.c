@@ -26,6 +26,11 @@ void bg_hasher_reset(bg_hasher *h)
     XXH3_64bits_reset((XXH3_state_t *)h);
 }
 
+void bg_hasher_copy(bg_hasher *to, const bg_hasher *from)
+{
+    XXH3_copyState((XXH3_state_t *)to, (const XXH3_state_t *)from);
+}
+
 void bg_hasher_add(bg_hasher *h, const void *data, size_t n)
 {
     if (n) XXH3_64bits_update((XXH3_state_t *)h, data, n);

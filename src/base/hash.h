@@ -12,6 +12,7 @@ typedef struct bg_hasher bg_hasher;
 bg_hasher *bg_hasher_new(void); /* NULL: out of memory */
 void bg_hasher_free(bg_hasher *h);
 void bg_hasher_reset(bg_hasher *h);
+void bg_hasher_copy(bg_hasher *to, const bg_hasher *from); /* its state */
 void bg_hasher_add(bg_hasher *h, const void *data, size_t n);
 uint64_t bg_hasher_value(const bg_hasher *h); /* of all so far; more may follow */
 

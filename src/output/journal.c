@@ -34,7 +34,8 @@ static bool has_hash(const char *s, size_t n)
 /* Whether a whole entry ends the damaged line s[0..n). */
 static bool hides_whole(const char *s, size_t n)
 {
-    static const char *const starts[] = {"{\"commit\":{", "{\"run\":{", "{\"end\":{"};
+    static const char *const starts[] = {"{\"commit\":{", "{\"run\":{", "{\"end\":{",
+                                         BG_JOURNAL_REWRITE};
     for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
         size_t n_start = strlen(starts[i]);
         for (const char *p = s; (p = memmem(p, n - (size_t)(p - s), starts[i], n_start)); p++)

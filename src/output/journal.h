@@ -16,6 +16,9 @@
 #include "base/buf.h"
 #include "base/error.h"
 
+/* The entry that makes a rewrite count: the object, always these bytes. */
+#define BG_JOURNAL_REWRITE "{\"rewrite\":{}}"
+
 /* Ends the object that buf holds from byte `start` on with its hash and LF. */
 void bg_journal_seal(bg_buf *buf, size_t start);
 

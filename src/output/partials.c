@@ -4,14 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/hash.h"
-
 typedef struct part {
     int64_t record;
     int choice;
     int n, cap;
-    int32_t *tokens; /* while replaying; NULL in a run: there the hash stands for them */
-    uint64_t hash;   /* of tokens[0..n) */
+    int32_t *tokens;
 } part;
 
 struct bg_partials {
@@ -69,9 +66,24 @@ static part *part_of(bg_partials *s, int64_t record, int choice)
     return &s->p[lo];
 }
 
-static uint64_t hash_of(const int32_t *tokens, int n)
+static bool make_room(part *p, int n)
 {
-    return bg_hash64(tokens, (size_t)n * sizeof *tokens, 0);
+    if (n <= p->cap) return true;
+    int cap = n < INT_MAX / 2 ? n * 2 : n;
+    int32_t *q = realloc(p->tokens, (size_t)cap * sizeof *q);
+    if (!q) return false;
+    p->tokens = q;
+    p->cap = cap;
+    return true;
+}
+
+static void print_part(const part *p, int from, bool first, bg_buf *out)
+{
+    bg_buf_printf(out, "%s{\"record\":%lld,\"choice\":%d,\"from\":%d,\"tokens\":[",
+                  first ? "" : ",", (long long)p->record, p->choice, from);
+    for (int k = from; k < p->n; k++)
+        bg_buf_printf(out, k > from ? ",%d" : "%d", p->tokens[k]);
+    bg_buf_str(out, "]}");
 }
 
 bool bg_partials_gain(bg_partials *s, const bg_partial *list, int n, const bg_ranges *done,
@@ -82,17 +94,15 @@ bool bg_partials_gain(bg_partials *s, const bg_partial *list, int n, const bg_ra
         const bg_partial *g = &list[i];
         if (g->n_tokens <= 0 || bg_ranges_has(done, g->record)) continue;
         part *p = part_of(s, g->record, g->choice);
-        if (!p) return false;
-        bool same = p->n <= g->n_tokens && (p->n == 0 || hash_of(g->tokens, p->n) == p->hash);
+        if (!p || !make_room(p, g->n_tokens)) return false;
+        bool same = p->n <= g->n_tokens &&
+                    (p->n == 0 || !memcmp(g->tokens, p->tokens, (size_t)p->n * sizeof *p->tokens));
         int from = same ? p->n : 0;
         if (same && p->n == g->n_tokens) continue;
-        bg_buf_printf(out, "%s{\"record\":%lld,\"choice\":%d,\"from\":%d,\"tokens\":[",
-                      *any ? "," : "", (long long)g->record, g->choice, from);
-        for (int k = from; k < g->n_tokens; k++)
-            bg_buf_printf(out, k > from ? ",%d" : "%d", g->tokens[k]);
-        bg_buf_str(out, "]}");
+        memcpy(p->tokens + from, g->tokens + from,
+               (size_t)(g->n_tokens - from) * sizeof *p->tokens);
         p->n = g->n_tokens;
-        p->hash = hash_of(g->tokens, g->n_tokens);
+        print_part(p, from, !*any, out);
         *any = true;
     }
     return !out->failed;
@@ -120,22 +130,15 @@ static bool replay_one(bg_partials *s, const json_t *e, bool *nomem)
     }
     if (from > p->n) return false;
     int n = (int)from + (int)n_new;
-    if (n > p->cap) {
-        int cap = n < INT_MAX / 2 ? n * 2 : n;
-        int32_t *q = realloc(p->tokens, (size_t)cap * sizeof *q);
-        if (!q) {
-            *nomem = true;
-            return false;
-        }
-        p->tokens = q;
-        p->cap = cap;
+    if (!make_room(p, n)) {
+        *nomem = true;
+        return false;
     }
     for (size_t i = 0; i < n_new; i++) {
         if (!whole(json_array_get(tokens, i), INT32_MAX, &t)) return false;
         p->tokens[(size_t)from + i] = (int32_t)t;
     }
     p->n = n;
-    p->hash = hash_of(p->tokens, n);
     return true;
 }
 
@@ -146,6 +149,24 @@ bool bg_partials_replay(bg_partials *s, const json_t *list, bool *nomem)
     for (size_t i = 0; i < json_array_size(list); i++)
         if (!replay_one(s, json_array_get(list, i), nomem)) return false;
     return true;
+}
+
+bool bg_partials_print(const bg_partials *s, bg_buf *out, bool *any)
+{
+    *any = false;
+    for (size_t i = 0; i < s->n; i++) {
+        if (!s->p[i].n) continue;
+        print_part(&s->p[i], 0, !*any, out);
+        *any = true;
+    }
+    return !out->failed;
+}
+
+void bg_partials_clear(bg_partials *s)
+{
+    for (size_t i = 0; i < s->n; i++)
+        free(s->p[i].tokens);
+    s->n = 0;
 }
 
 void bg_partials_drop(bg_partials *s, const bg_ranges *done)
@@ -165,11 +186,12 @@ bool bg_partials_list(bg_partials *s, bg_partial **list, int *n)
     s->list = calloc(s->n + 1, sizeof *s->list);
     if (!s->list) return false;
     for (size_t i = 0; i < s->n && s->n_list < INT_MAX; i++) {
-        part *p = &s->p[i];
+        const part *p = &s->p[i];
         if (!p->n) continue;
-        s->list[s->n_list++] = (bg_partial){p->record, p->choice, p->tokens, p->n};
-        p->tokens = NULL;
-        p->cap = 0;
+        int32_t *tokens = malloc((size_t)p->n * sizeof *tokens);
+        if (!tokens) return false;
+        memcpy(tokens, p->tokens, (size_t)p->n * sizeof *tokens);
+        s->list[s->n_list++] = (bg_partial){p->record, p->choice, tokens, p->n};
     }
     *list = s->list;
     *n = s->n_list;

@@ -20,10 +20,14 @@ bool bg_partials_gain(bg_partials *p, const bg_partial *list, int n, const bg_ra
                       bg_buf *out, bool *any);
 /* Takes a commit's list in. False: malformed, or no memory. */
 bool bg_partials_replay(bg_partials *p, const json_t *list, bool *nomem);
+/* Appends all of it, as a list for bg_partials_replay(), without brackets. *any: there was
+ * something. False: no memory. */
+bool bg_partials_print(const bg_partials *p, bg_buf *out, bool *any);
 /* Forgets what belongs to records in `done`. */
 void bg_partials_drop(bg_partials *p, const bg_ranges *done);
-/* Ends replaying: all of them, as an array that lives as long as p. Called once. False: no memory.
- */
+void bg_partials_clear(bg_partials *p); /* forgets all */
+/* Ends replaying: all of them, as an array that lives as long as p, whatever p forgets. Called once.
+ * False: no memory. */
 bool bg_partials_list(bg_partials *p, bg_partial **list, int *n);
 
 #endif

@@ -93,6 +93,14 @@ int64_t bg_ranges_prefix(const bg_ranges *s)
     return s->n && s->r[0].first == 0 ? s->r[0].last + 1 : 0;
 }
 
+bool bg_ranges_at(const bg_ranges *s, size_t i, int64_t *first, int64_t *last)
+{
+    if (i >= s->n) return false;
+    *first = s->r[i].first;
+    *last = s->r[i].last;
+    return true;
+}
+
 bool bg_ranges_print(const bg_ranges *s, bg_buf *out)
 {
     for (size_t i = 0; i < s->n; i++) {

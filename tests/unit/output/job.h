@@ -6,6 +6,7 @@
 
 #include <criterion/criterion.h>
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,19 +21,29 @@
 #define UNUSED __attribute__((unused))
 
 static char dir[] = "/tmp/bg-output-XXXXXX";
-static char out_path[64], journal_path[80];
+static char out_path[64], journal_path[80], errors_path[80];
 
 UNUSED static void set_up(void)
 {
     cr_assert(mkdtemp(dir));
     snprintf(out_path, sizeof out_path, "%s/out", dir);
     snprintf(journal_path, sizeof journal_path, "%s.journal", out_path);
+    snprintf(errors_path, sizeof errors_path, "%s/errors", dir);
+}
+
+/* Everything in the folder. */
+UNUSED static void remove_files(void)
+{
+    DIR *list = opendir(dir);
+    cr_assert(list);
+    for (struct dirent *e; (e = readdir(list));)
+        if (e->d_name[0] != '.') unlinkat(dirfd(list), e->d_name, 0);
+    closedir(list);
 }
 
 UNUSED static void tear_down(void)
 {
-    unlink(out_path);
-    unlink(journal_path);
+    remove_files();
     rmdir(dir);
 }
 
@@ -130,6 +141,10 @@ typedef struct job {
     int every; /* records a commit */
     int stop;  /* ends without finishing after so many more records; 0: never */
     bool partials;
+    enum { ERRORS_NONE, ERRORS_PLAIN, ERRORS_LZ4 } errors; /* the error file */
+    bool ordered;
+    bool retry; /* takes failed results out when it goes on */
+    uint64_t fold_bytes;
     /* out */
     bg_recovered rec;
     int durable; /* records of which a commit has said that they are on disk */
@@ -145,13 +160,43 @@ UNUSED static int64_t record_at(int n, int i)
     return (int64_t)i * 7 % n; /* n is no multiple of 7 */
 }
 
+UNUSED static bool fails_for(int64_t record)
+{
+    return record % 5 == 0;
+}
+
+UNUSED static uint64_t key_for(int64_t record)
+{
+    return record % 11 == 3 ? 0 : (uint64_t)record * UINT64_C(0x9e3779b97f4a7c15) + 1;
+}
+
 UNUSED static void line_for(int64_t record, bg_buf *b)
 {
+    char text[48];
+    int n = (int)(record * 13 % 40);
+    for (int i = 0; i < n; i++)
+        text[i] = (char)('a' + (record + i) % 26);
+    const bg_choice c = {.text = text, .n_text = (size_t)n, .finish_reason = "stop", .stop_id = -1};
+    const bg_result r = {.record = record,
+                         .line = record + 1,
+                         .choices = &c,
+                         .n_choices = 1,
+                         .prompt_tokens = record,
+                         .completion_tokens = 2 * record,
+                         .error_code = fails_for(record) ? "empty_prompt" : NULL,
+                         .error_message = "there is \"nothing\""};
     bg_buf_clear(b);
-    bg_buf_printf(b, "{\"line\":%lld,\"text\":\"", (long long)record + 1);
-    for (int64_t i = 0; i < record * 13 % 40; i++)
-        bg_buf_char(b, (char)('a' + (record + i) % 26));
-    bg_buf_str(b, "\"}\n");
+    bg_result_line(&r, b);
+}
+
+UNUSED static bg_done done_for(int64_t record)
+{
+    bool failed = fails_for(record);
+    return (bg_done){.record = record,
+                     .key = key_for(record),
+                     .failed = failed,
+                     .prompt_tokens = failed ? 0 : record,
+                     .output_tokens = failed ? 0 : 2 * record};
 }
 
 UNUSED static int32_t token_of(int64_t record, int choice, int i)
@@ -180,9 +225,14 @@ UNUSED static const bg_partial *in_flight(void *ctx, int *n)
 
 UNUSED static bg_writer_config config_of(const job *j, json_t *identity)
 {
+    snprintf(errors_path, sizeof errors_path, "%s/errors%s", dir,
+             j->errors == ERRORS_LZ4 ? ".lz4" : "");
     return (bg_writer_config){.path = out_path,
                               .format = j->format,
                               .identity = identity,
+                              .error_path = j->errors ? errors_path : NULL,
+                              .ordered = j->ordered,
+                              .fold_bytes = j->fold_bytes,
                               .commit_bytes = 1 << 20,
                               .commit_ns = INT64_MAX / 4};
 }
@@ -190,6 +240,32 @@ UNUSED static bg_writer_config config_of(const job *j, json_t *identity)
 UNUSED static json_t *identity_of(void)
 {
     return json_pack("{s:s, s:i, s:f}", "model", "tiny", "n", 3, "temperature", 0.25);
+}
+
+UNUSED static bool keep_good(void *ctx, const bg_done *old, int64_t *record, int64_t *line,
+                             const char **file_name)
+{
+    (void)ctx, (void)file_name;
+    cr_assert(*record == old->record && *line == old->record + 1);
+    cr_assert_eq(old->failed, fails_for(old->record));
+    cr_assert_eq(old->key, key_for(old->record));
+    bg_done is = done_for(old->record);
+    cr_assert(is.prompt_tokens == old->prompt_tokens && is.output_tokens == old->output_tokens);
+    return !old->failed;
+}
+
+UNUSED static bg_status retry_failed(job *j, bg_error *err)
+{
+    const bg_rewrite how = {.keep = keep_good};
+    int64_t kept, dropped, failed, n = j->rec.n_records;
+    j->durable = (int)(n - j->rec.n_failed); /* the others may go */
+    bg_status st = bg_writer_rewrite(j->w, &how, &kept, &dropped, err);
+    if (st) return st;
+    cr_assert_eq(kept, n - j->rec.n_failed);
+    cr_assert_eq(dropped, j->rec.n_failed);
+    cr_assert_eq(bg_writer_count(j->w, &failed), kept);
+    cr_assert_eq(failed, 0);
+    return BG_OK;
 }
 
 /* Opens, does what is left, and finishes; stops at the first failure. */
@@ -210,13 +286,17 @@ UNUSED static bg_status run_job(job *j, const bg_out_sys *sys, bg_error *err)
             cr_assert_eq(p->tokens[t], token_of(p->record, p->choice, t));
     }
     if (j->partials) bg_writer_on_partials(j->w, in_flight, j);
+    if (j->retry && j->rec.n_failed) st = retry_failed(j, err);
     for (int i = 0; i < j->n && !st; i++) {
         int64_t r = record_at(j->n, i);
         j->now = i;
-        if (bg_writer_done(j->w, r)) continue;
+        if (bg_writer_done(j->w, r)) {
+            cr_assert_eq(bg_writer_key(j->w, r), key_for(r));
+            continue;
+        }
         line_for(r, &line);
-        st = bg_writer_add(j->w, &(bg_done){.record = r, .failed = r % 5 == 0}, line.data, line.len,
-                           err);
+        const bg_done what = done_for(r);
+        st = bg_writer_add(j->w, &what, line.data, line.len, err);
         bg_writer_input(j->w,
                         &(bg_input_place){.end = (uint64_t)(i + 1) * 10, .hash = (uint64_t)i * 77});
         fresh++;
@@ -257,10 +337,10 @@ UNUSED static void end_job(job *j)
     j->w = NULL;
 }
 
-/* The text that the output holds; every byte of it must be whole frames. */
-UNUSED static void read_output(bg_out_format format, bg_buf *text)
+/* The text that a file holds; every byte of it must be whole frames. */
+UNUSED static void read_file(const char *path, bg_out_format format, bg_buf *text)
 {
-    bytes b = load(out_path);
+    bytes b = load(path);
     size_t used;
     bg_error err = {0};
     bg_buf_clear(text);
@@ -272,22 +352,36 @@ UNUSED static void read_output(bg_out_format format, bg_buf *text)
     free(b.data);
 }
 
-/* The output holds each of the job's lines once and nothing else. */
+UNUSED static void read_output(bg_out_format format, bg_buf *text)
+{
+    read_file(out_path, format, text);
+}
+
+/* Output and error file hold each of the job's lines once and nothing else. */
 UNUSED static void expect_complete(const job *j, const char *what, long n)
 {
     bg_buf text = {0}, line = {0};
     int seen[256] = {0};
-    read_output(j->format, &text);
-    for (const char *p = text.data; *p;) {
-        const char *lf = strchr(p, '\n');
-        cr_assert(lf, "%s %ld: a line has no end", what, n);
-        int64_t r = strtoll(p + 8, NULL, 10) - 1;
-        cr_assert(r >= 0 && r < j->n, "%s %ld: %.60s", what, n, p);
-        line_for(r, &line);
-        cr_assert(line.len == (size_t)(lf + 1 - p) && !memcmp(line.data, p, line.len),
-                  "%s %ld: %.60s", what, n, p);
-        cr_assert_eq(++seen[r], 1, "%s %ld: record %d twice", what, n, (int)r);
-        p = lf + 1;
+    for (int side = 0; side < (j->errors ? 2 : 1); side++) {
+        int64_t before = -1;
+        if (side)
+            read_file(errors_path, j->errors == ERRORS_LZ4 ? BG_OUT_LZ4 : BG_OUT_PLAIN, &text);
+        else
+            read_output(j->format, &text);
+        for (const char *p = text.data; *p;) {
+            const char *lf = strchr(p, '\n');
+            cr_assert(lf, "%s %ld: a line has no end", what, n);
+            int64_t r = strtoll(p + 8, NULL, 10) - 1;
+            cr_assert(r >= 0 && r < j->n, "%s %ld: %.60s", what, n, p);
+            line_for(r, &line);
+            cr_assert(line.len == (size_t)(lf + 1 - p) && !memcmp(line.data, p, line.len),
+                      "%s %ld: %.60s", what, n, p);
+            cr_assert_eq(++seen[r], 1, "%s %ld: record %d twice", what, n, (int)r);
+            if (j->errors) cr_assert_eq(side, fails_for(r), "%s %ld: the wrong file", what, n);
+            if (j->ordered) cr_assert_gt(r, before, "%s %ld: not in order", what, n);
+            before = r;
+            p = lf + 1;
+        }
     }
     for (int r = 0; r < j->n; r++)
         cr_assert_eq(seen[r], 1, "%s %ld: record %d is missing", what, n, r);

@@ -33,6 +33,10 @@ int bg_cmd_inspect(const bg_job *job);
 int bg_cmd_bench(const bg_job *job);
 int bg_cmd_tokenize(const bg_job *job);
 int bg_cmd_render(const bg_job *job);
+int bg_cmd_status(const bg_job *job);
+int bg_cmd_cat(const bg_job *job);
+int bg_cmd_merge(const bg_job *job);
+int bg_cmd_repair(const bg_job *job);
 
 /* Prints "batchgen: text" and returns the exit status that fits. */
 int bg_report(const bg_error *err);

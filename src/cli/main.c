@@ -27,6 +27,22 @@ static const bg_command commands[] = {
     {"tokenize", BG_CMD_TOKENIZE, "-m MODEL [TEXT]", "text to token ids", bg_cmd_tokenize, NULL},
     {"render", BG_CMD_RENDER, "INPUT -m MODEL",
      "messages to prompt text, through the chat template", bg_cmd_render, NULL},
+    {"status", BG_CMD_STATUS, "OUTPUT...", "how far a job is, by its output and journal",
+     bg_cmd_status,
+     "Reads while a run writes, and never disturbs it.\n"
+     "Exit status: 0 finished; 75 running or unfinished; 65 damaged or without a journal;\n"
+     "66 not there.\n"},
+    {"cat", BG_CMD_CAT, "OUTPUT... [-o FILE]", "verified results as text, also of a running job",
+     bg_cmd_cat,
+     "FILE is compressed by its name: .gz, .zst, .lz4. It appears when it is complete.\n"
+     "Exit status: 0 all results are good; 65 damaged: what is before the damage was printed.\n"},
+    {"merge", BG_CMD_MERGE, "SHARD... -o OUTPUT", "the outputs of all shards of a job as one",
+     bg_cmd_merge,
+     "All shards must be finished. Results come in the order of the input, with a journal: run of\n"
+     "the whole job finds it done.\n"},
+    {"repair", BG_CMD_REPAIR, "OUTPUT [ERRORFILE]", "rebuild a lost or damaged journal",
+     bg_cmd_repair,
+     "Exit status: 0 no result was lost; 65 some were: run the job again to make them.\n"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 

@@ -315,12 +315,6 @@ bg_status bg_reader_open(bg_reader **out, const bg_reader_config *c, bg_error *e
     r->size = (uint64_t)sb.st_size;
     r->known_end = c->end != BG_READER_NO_END;
     r->end = r->known_end ? c->end : r->size;
-    if (r->end > r->size) {
-        st = bg_fail(err, BG_FORMAT,
-                     "%s: is %" PRIu64 " bytes long, but its journal tells of %" PRIu64, c->path,
-                     r->size, r->end);
-        goto out;
-    }
     *out = r;
     r = NULL;
 out:
@@ -357,6 +351,14 @@ uint64_t bg_reader_torn(const bg_reader *r)
 static bg_status damaged(const bg_reader *r, uint64_t at, const char *what, bg_error *err)
 {
     return bg_fail(err, BG_FORMAT, "%s: damaged at byte %" PRIu64 ": %s", r->path, at, what);
+}
+
+static bg_status too_short(const bg_reader *r, bg_error *err)
+{
+    return bg_fail(err, BG_FORMAT,
+                   "%s: damaged at byte %" PRIu64 ": the file ends after %" PRIu64
+                   " bytes, but its journal tells of %" PRIu64,
+                   r->path, r->at, r->size, r->end);
 }
 
 /* A frame's bytes go into the hash of the commit that they are in. */
@@ -399,6 +401,7 @@ static bg_status next_frame(bg_reader *r, bool *got, bg_error *err)
         return st;
     }
     if (found == BG_FOUND_WHOLE) return damaged(r, r->at, "a frame does not hold whole lines", err);
+    if (r->known_end && r->end > r->size) return too_short(r, err);
     if (r->known_end) return damaged(r, r->at, why.text, err);
     uint64_t next;
     bool again;
@@ -426,7 +429,7 @@ static bg_status hash_commits_to(bg_reader *r, uint64_t upto, bg_error *err)
         for (uint64_t at = 0; !st && at < c->bytes;) {
             size_t got, want = c->bytes - at < PIECE ? (size_t)(c->bytes - at) : PIECE;
             st = bg_pread_full(r->fd, piece, want, (int64_t)(c->offset + at), &got, r->path, err);
-            if (!st && got < want) st = damaged(r, c->offset + at + got, "it became shorter", err);
+            if (!st && got < want) st = too_short(r, err);
             bg_hasher_add(r->hasher, piece, got);
             at += got;
         }
@@ -471,7 +474,7 @@ static bg_status plain_line(bg_reader *r, size_t *n, bg_error *err)
         if (st) return st;
         r->raw.len += got;
         if (got < want) {
-            if (r->known_end) return damaged(r, r->at + have + got, "it became shorter", err);
+            if (r->known_end) return too_short(r, err);
             r->end = r->at + have + got;
         }
     }

@@ -48,7 +48,8 @@ typedef struct bg_out_line { /* valid until the next call */
 
 typedef struct bg_reader bg_reader;
 
-/* BG_IO, BG_ARG (no regular file), BG_FORMAT (shorter than end), BG_NOMEM. */
+/* BG_IO, BG_ARG (no regular file), BG_NOMEM. A file that is shorter than `end` is read as far as it
+ * goes: then comes BG_FORMAT. */
 bg_status bg_reader_open(bg_reader **r, const bg_reader_config *c, bg_error *err);
 void bg_reader_close(bg_reader *r); /* NULL is allowed */
 /* The next line. *got false: the end, or a torn tail begins here. BG_FORMAT: damaged; the text

@@ -1,0 +1,42 @@
+#include <string.h>
+
+#include "base/clock.h"
+#include "cli/cli.h"
+#include "output/merge.h"
+
+static void print(const bg_job *job, const bg_merged *m)
+{
+    char size[32];
+    if (job->json) {
+        json_t *o = json_pack("{ss si sI sI sI sI}", "output", job->output, "shards", m->n_shards,
+                              "records", (json_int_t)m->n_records, "failed",
+                              (json_int_t)m->n_failed, "from_error_files",
+                              (json_int_t)m->n_from_errors, "bytes", (json_int_t)m->bytes);
+        if (o) json_dumpf(o, stdout, JSON_COMPACT);
+        putchar('\n');
+        json_decref(o);
+        return;
+    }
+    bg_format_bytes(m->bytes, size, sizeof size);
+    printf("%s: %d shards, %lld records, %lld of them failed, %s\n", job->output, m->n_shards,
+           (long long)m->n_records, (long long)m->n_failed, size);
+    if (m->n_from_errors)
+        printf("%lld results of the shards' error files are in it, in their places\n",
+               (long long)m->n_from_errors);
+}
+
+int bg_cmd_merge(const bg_job *job)
+{
+    bg_error err = {0};
+    bg_merged m;
+    bg_status st = BG_OK;
+    if (!job->inputs.n)
+        st = bg_fail(&err, BG_ARG, "no shards: name the outputs of all shards of a job");
+    else if (!job->output || strcmp(job->output, "-") == 0)
+        st = bg_fail(&err, BG_ARG, "no output: give -o FILE; batchgen cat --ordered prints");
+    else
+        st = bg_merge((const char *const *)job->inputs.v, job->inputs.n, job->output, &m, &err);
+    if (st) return bg_report(&err);
+    if (!job->quiet) print(job, &m);
+    return BG_EXIT_OK;
+}

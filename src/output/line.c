@@ -279,6 +279,10 @@ static void plain_line(const bg_result *r, bg_buf *b)
 {
     bg_buf_char(b, '{');
     put_place(b, r);
+    if (r->file_name) { /* a line number is a record number in one input only */
+        bg_buf_str(b, ",\"record\":");
+        put_int(b, r->record);
+    }
     bg_buf_str(b, ",\"id\":");
     bg_buf_str(b, r->id ? r->id : "null");
     bg_buf_char(b, ',');

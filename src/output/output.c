@@ -96,6 +96,7 @@ static bg_status open_errors(bg_writer *w, bool create, bg_error *err)
     if (!s->path || s->f.fd >= 0) return BG_OK;
     bg_status st = bg_out_open(&o, s->path, create, w->sys, err);
     if (st) return st;
+    free(s->real);
     s->real = o.real;
     s->f.fd = o.fd;
     s->f.end = o.size;

@@ -136,14 +136,17 @@ Test(line, plain)
     r.id = NULL;
     r.file_name = "f";
     expect_line(&r,
-                "{\"line\":2,\"file\":\"f\",\"id\":null,\"choices\":[{\"index\":0,\"text\":\"one\","
+                "{\"line\":2,\"file\":\"f\",\"record\":1,\"id\":null,\"choices\":[{\"index\":0,"
+                "\"text\":\"one\","
                 "\"finish_reason\":\"stop\",\"stop_reason\":\"\\n\"},{\"index\":1,\"text\":\"two\","
                 "\"finish_reason\":\"length\",\"stop_reason\":9}],\"usage\":{\"prompt_tokens\":4,"
                 "\"completion_tokens\":5}}");
     r.error_code = "invalid_json";
     r.error_message = "not JSON \xff";
-    expect_line(&r, "{\"line\":2,\"file\":\"f\",\"id\":null,\"error\":{\"code\":\"invalid_json\","
-                    "\"message\":\"not JSON \xef\xbf\xbd\",\"param\":null}}");
+    expect_line(
+        &r,
+        "{\"line\":2,\"file\":\"f\",\"record\":1,\"id\":null,\"error\":{\"code\":\"invalid_json\","
+        "\"message\":\"not JSON \xef\xbf\xbd\",\"param\":null}}");
 }
 
 Test(line, logprobs)

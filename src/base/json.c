@@ -2,6 +2,9 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
+
+#include "base/utf8.h"
 
 /* jansson has one allocator for all, without a context; and a thread's calls are its own. */
 static _Thread_local bool short_of_memory;
@@ -42,4 +45,13 @@ char *bg_json_text(const json_t *v, size_t flags)
     if (!short_of_memory) return text;
     free(text);
     return NULL;
+}
+
+json_t *bg_json_name(const char *s)
+{
+    char *copy = strdup(s);
+    if (copy) bg_utf8_mend(copy);
+    json_t *v = copy ? json_string(copy) : NULL;
+    free(copy);
+    return v;
 }

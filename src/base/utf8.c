@@ -97,3 +97,13 @@ size_t bg_utf8_unfinished(const char *s, size_t n)
     }
     return 0;
 }
+
+void bg_utf8_mend(char *s)
+{
+    size_t n = strlen(s), len;
+    uint32_t cp;
+    for (; n; s += len, n -= len) {
+        len = bg_utf8_next(s, n, &cp);
+        if (cp == BG_UTF8_BAD) memset(s, '?', len);
+    }
+}

@@ -18,6 +18,9 @@ size_t bg_utf8_put(char *out, uint32_t cp);
 
 bool bg_utf8_valid(const char *s, size_t n);
 
+/* Makes s valid: each byte that belongs to no character becomes a question mark. */
+void bg_utf8_mend(char *s);
+
 /* How many bytes at the end of s[0..n) start a character that more bytes could still complete
  * (0 to 3). Bytes that can never become a character do not count: they are not held back. */
 size_t bg_utf8_unfinished(const char *s, size_t n);

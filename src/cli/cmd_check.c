@@ -1,6 +1,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/json.h"
 #include "cli/cli.h"
 #include "job/check.h"
 
@@ -16,8 +17,8 @@ static void bad(void *ctx, const bg_request *r)
         bg_check_print(c->out, c->job, r);
         return;
     }
-    json_t *o = json_pack("{sI ss* ss ss ss*}", "line", (json_int_t)r->line, "file",
-                          c->job->inputs.n > 1 ? c->job->inputs.v[r->file] : NULL, "code",
+    json_t *file = c->job->inputs.n > 1 ? bg_json_name(c->job->inputs.v[r->file]) : NULL;
+    json_t *o = json_pack("{sI so* ss ss ss*}", "line", (json_int_t)r->line, "file", file, "code",
                           r->error_code, "message", r->error_message, "param", r->error_param);
     if (o) json_dumpf(o, c->out, JSON_COMPACT | JSON_ENSURE_ASCII); /* nothing that ends a line */
     fputc('\n', c->out);

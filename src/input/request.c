@@ -24,17 +24,6 @@ void bg_gen_defaults(bg_gen *g)
     *g = (bg_gen){.temperature = 1, .top_p = 1, .repetition_penalty = 1, .n = 1, .logprobs = -1};
 }
 
-/* Texts of the user's may have been cut inside a character. */
-static void mend(char *s)
-{
-    size_t n = strlen(s), len;
-    uint32_t cp;
-    for (; n; s += len, n -= len) {
-        len = bg_utf8_next(s, n, &cp);
-        if (cp == BG_UTF8_BAD) memset(s, '?', len);
-    }
-}
-
 static void reject(bg_request *r, const char *code, const char *param, const char *fmt, va_list ap)
 {
     va_list again;
@@ -49,8 +38,8 @@ static void reject(bg_request *r, const char *code, const char *param, const cha
         text[0] = 0;
         vsnprintf(text, n_text + 1, fmt, again);
         memcpy(text + n_text + 1, param ? param : "", n_param + 1);
-        mend(text);
-        mend(text + n_text + 1);
+        bg_utf8_mend(text); /* the user's texts may be cut inside a character */
+        bg_utf8_mend(text + n_text + 1);
     }
     va_end(again);
     free(r->error_message);

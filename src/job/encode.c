@@ -7,6 +7,7 @@
 
 #include "base/hash.h"
 #include "base/io.h"
+#include "base/utf8.h"
 
 enum { MAX_TEMPLATE = 4 << 20 };
 
@@ -63,6 +64,7 @@ static bg_status model_name(bg_text_model *m, const bg_job *job, bg_error *err)
         }
         free(copy);
     }
+    if (m->name) bg_utf8_mend(m->name); /* it goes into results */
     return m->name ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
 }
 

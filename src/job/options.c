@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/buf.h"
+#include "base/utf8.h"
 
 enum {
     RUN = BG_CMD_RUN,
@@ -342,8 +343,13 @@ bg_status bg_option_set_text(bg_job *job, const bg_option *o, const char *text, 
     switch (o->type) {
     case BG_OPT_STR:
     case BG_OPT_PATH:
+        if (o->offset == F(served_name) && !bg_utf8_valid(text, strlen(text)))
+            return bg_fail(err, BG_ARG, "%s: not UTF-8", where);
         return set_string(job, o, text, where, err);
     case BG_OPT_LIST:
+        if (o->offset == F(stop) && (!*text || !bg_utf8_valid(text, strlen(text))))
+            return bg_fail(err, BG_ARG, "%s: %s", where,
+                           *text ? "not UTF-8" : "an empty text would end every answer at once");
         if (!bg_strings_add(field(job, o), text))
             return bg_fail(err, BG_NOMEM, "%s: out of memory", where);
         return BG_OK;

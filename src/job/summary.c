@@ -29,8 +29,8 @@ char *bg_summary_json(const bg_summary *s)
     bg_format_time(bg_wall_ns(), end, sizeof end);
     json_t *j = json_object();
     json_t *parts[] = {
-        json_pack("{ss ss ss ss}", "version", BG_VERSION, "status", status_name(s), "output",
-                  s->job->output ? s->job->output : "", "ended", end),
+        json_pack("{ss ss so ss}", "version", BG_VERSION, "status", status_name(s), "output",
+                  bg_json_name(s->job->output ? s->job->output : ""), "ended", end),
         json_pack("{s{sI sI sI sI}}", "request_counts", "total", (json_int_t)o->n_records,
                   "completed", (json_int_t)(o->n_records - o->n_failed), "failed",
                   (json_int_t)o->n_failed, "this_run", (json_int_t)o->n_now),
@@ -48,9 +48,9 @@ char *bg_summary_json(const bg_summary *s)
                   (json_int_t)(es->busy_ns / 1000000)),
         json_pack("{s{sI sI sI}}", "output_file", "text_bytes", (json_int_t)s->text_bytes,
                   "file_bytes", (json_int_t)s->file_bytes, "commits", (json_int_t)s->commits),
-        json_pack("{ss ss ss ss}", "model", s->model->name ? s->model->name : "",
+        json_pack("{ss ss ss so}", "model", s->model->name ? s->model->name : "",
                   "system_fingerprint", s->model->fingerprint, "failures", s->failures, "error",
-                  s->error)};
+                  bg_json_name(s->error))};
     bool ok = j != NULL;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         ok = ok && parts[i] && json_object_update(j, parts[i]) == 0;

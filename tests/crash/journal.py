@@ -162,11 +162,12 @@ class State:
     """What is committed: {record: (part, line)}, part 0 the output and 1 the error file."""
 
     def __init__(self):
-        self.results, self.journal, self.size = {}, None, 0
-        self.stage = "none"
+        self.results, self.journal = {}, None
+        self.stage = "none"  # then "open", "end", or "rewrite"
+        self.tail = 0        # bytes behind the last commit
 
 
-def _part(path, spans, size_name, results, record_of, part):
+def _part(path, spans, results, record_of, part):
     """The committed text of one file, and its lines by record."""
     data = read(path) or b""
     end = spans[-1][0] + spans[-1][1] if spans else 0
@@ -228,11 +229,11 @@ def check(out, record_of, errors=None, truth=None):
     s.stage = "end" if j.end else "open"
     wanted = [set(ranges(c["records"])) for c in j.commits]
     spans = [(c["offset"], c["bytes"], c["text"], c["hash"], w) for c, w in zip(j.commits, wanted)]
-    s.tail = _part(out, spans, "bytes", s.results, record_of, 0)
+    s.tail = _part(out, spans, s.results, record_of, 0)
     if errors:
         spans = [(e["offset"], e["bytes"], e["text"], e["hash"], w)
                  for e, w in ((c.get("errors"), w) for c, w in zip(j.commits, wanted)) if e]
-        s.tail += _part(errors, spans, "bytes", s.results, record_of, 1)
+        s.tail += _part(errors, spans, s.results, record_of, 1)
     missing = j.done.difference(s.results)
     require(not missing, f"{out}: committed, but not there: records {sorted(missing)[:10]}")
     failed = sum(c["failed"] for c in j.commits)

@@ -94,6 +94,29 @@ def kill(pid):
         return False
 
 
+class Events:
+    """Names of a folder's files as they are made, written and renamed (inotify)."""
+
+    def __init__(self, folder):
+        self.fd = LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        # IN_MODIFY, IN_MOVED_FROM, IN_MOVED_TO, IN_CREATE, IN_DELETE
+        if self.fd < 0 or LIBC.inotify_add_watch(self.fd, folder.encode(), 0x2 | 0x40 | 0x80 | 0x100 | 0x200) < 0:
+            raise OSError("inotify is needed")
+
+    def read(self, seconds):
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return []
+        data, names, at = os.read(self.fd, 1 << 16), [], 0
+        while at < len(data):
+            n = int.from_bytes(data[at + 12:at + 16], sys.byteorder)
+            names.append(data[at + 16:at + 16 + n].rstrip(b"\0").decode())
+            at += 16 + n
+        return names
+
+    def close(self):
+        os.close(self.fd)
+
+
 # ---- jobs --------------------------------------------------------------------------------------
 
 WORDS = "the sea and a stone under light of morning where nobody had been before".split()
@@ -167,10 +190,11 @@ class Shape:
     """A kind of job. extra: options that a feature needs, which is left out when it is not there."""
 
     def __init__(self, name, records, *args, out="out.jsonl.lz4", preset="tiny-llama", exact=True, inputs=1,
-                 errors=None, needs=None, retry=False, shards=1, grow=4):
+                 errors=None, needs=None, retry=False, shards=1, grow=4, saves=False):
         self.name, self.records, self.args, self.out, self.preset = name, records, list(args), out, preset
         self.exact = exact      # the tokens of the last run can be counted
         self.inputs, self.errors, self.needs, self.retry, self.shards = inputs, errors, needs, retry, shards
+        self.saves = saves      # so long that most tokens must have been saved at some time
         self.grow = grow        # commits that a run gets at most before it is killed
 
 
@@ -178,12 +202,12 @@ SHAPES = [
     Shape("many-short", short(600), *EACH),
     Shape("plain-few", mixed(80), *EACH, "--max-num-seqs", 2, out="out.jsonl"),
     Shape("tp2", mixed(120), *EACH, "--tp", 2, "--threads", 2),
-    Shape("tp2-plain-long", long(6, 300), *EACH, "--tp", 2, "--threads", 2, out="out.jsonl", grow=30),
-    Shape("long", long(8, 600), *EACH, "--max-num-seqs", 4, grow=40),
+    Shape("tp2-plain-long", long(6, 300), *EACH, "--tp", 2, "--threads", 2, out="out.jsonl", grow=8, saves=True),
+    Shape("long", long(8, 600), *EACH, "--max-num-seqs", 4, grow=10, saves=True),
     Shape("large-commits", mixed(300), "--commit-bytes", "8KiB", "--commit-interval", 0.05, grow=2),
     Shape("sampling-n", several(50), *EACH, "--seed", 7),
     Shape("errors", with_errors(150), *EACH, "--max-model-len", 512),
-    Shape("preempted", long(24, 200), *EACH, *TINY_POOL, grow=20),
+    Shape("preempted", long(24, 200), *EACH, *TINY_POOL, grow=6),
     Shape("gemma", mixed(60), *EACH, preset="tiny-gemma3"),
     Shape("two-inputs-openai", openai(80), *EACH, inputs=2),
     Shape("logprobs", logprobs(80), *EACH, exact=False),
@@ -287,6 +311,11 @@ class Reference:
         self.text = self._text(job)
         with open(f"{folder}/summary.json") as f:
             self.summary = json.load(f)
+        if shape.saves:
+            for (record, _), line in (((r, 0), v[1]) for r, v in state.results.items()):
+                have, all_of_it = len(self.truth.get((record, 0), [])), completion_tokens(line)
+                require(have >= all_of_it / 2, shape.name, "undisturbed: of record", record, "only", have, "of", all_of_it,
+                        "tokens were ever saved")
         if shape.name == "preempted":
             require(self.summary["engine"]["preemptions"] > 0, "the tiny pool preempts nothing")
         works = {"error-file": lambda: any(part for part, _ in self.results.values()),
@@ -319,7 +348,7 @@ class Campaign:
         self.wanted = {r: v for r, v in self.ref.results.items()
                        if self.shape.shards == 1 or r % self.shape.shards == shard - 1}
         self.kills, self.starts, self.verified, self.busy = {}, 0, 0, 0
-        self.regained = self.gave_up = 0
+        self.regained = self.gave_up = self.replacing = self.tails = 0
 
     def made(self):
         return sum(self.kills.values())
@@ -339,6 +368,7 @@ class Campaign:
                 shutil.copy2(f"{self.dir}/{name}", to)
 
     def verify(self, retried=False):
+        self.replacing += any(n.endswith((".rewrite", ".journal.new")) for n in os.listdir(self.dir))
         old, new = self.state, self.job.check(self.ref.truth)
         for record, (part, line) in new.results.items():
             require(record in self.wanted, "record", record, "is not of this job")
@@ -357,51 +387,56 @@ class Campaign:
                 most = completion_tokens(self.wanted[record][1])
                 require(len(tokens) <= most, "record", record, "has", len(tokens), "tokens saved, its answer only", most)
         self.verified += len(new.results)
+        self.tails += new.tail > 0
         self.state = new
         return new
 
     # -- moments
 
-    def seen(self):
-        """(commits in the journal, a file being replaced is there)"""
-        raw = read(self.job.out + ".journal") or b""
-        folded = any(os.path.exists(self.job.out + x) for x in (".rewrite", ".journal.new", ".journal.rewrite"))
-        return raw.count(b'{"commit"'), raw.count(b"\n"), folded
+    def commits(self):
+        return (read(self.job.out + ".journal") or b"").count(b'{"commit"')
 
-    def await_moment(self, p, moment):
-        """Waits for it; False when the job ended before. Then some more time is let pass."""
+    def await_moment(self, p, moment, events):
+        """Waits for it; False when the job ended before. Then some more time is let pass.
+
+        start-up  some time after the start
+        growth    the journal has a few commits more, and then some time
+        write     the output is being written: perhaps between the results and their entry
+        finish    almost all is committed, and then a few events in the folder
+        replace   a few events after a file that will replace another appeared
+        """
         rnd, began = self.rnd, time.monotonic()
-        base = self.seen()[0]
-        grow = rnd.randint(1, self.shape.grow)
+        goal = self.commits() + rnd.randint(1, self.shape.grow)
         jitter = rnd.choice([0, 0, rnd.uniform(0, 0.002), rnd.uniform(0, 0.02)])
         delay = rnd.uniform(0, 1.2 * self.ref.first_commit)
-        size = os.path.getsize(self.job.out) if os.path.exists(self.job.out) else 0
-        total = len(self.wanted)
+        left, near = rnd.randint(1, 9), False
+        name = self.shape.out
         while p.poll() is None:
             passed = time.monotonic() - began
             require(passed < HANG, "the job hangs")
-            commits, _, folded = self.seen()
-            if moment == "start-up" and passed >= delay:
-                return True
-            if moment == "growth" and commits >= base + grow:
-                break
-            if moment == "write" and commits >= base + grow - 1:
-                now = os.path.getsize(self.job.out) if os.path.exists(self.job.out) else 0
-                if now > size:
-                    return p.poll() is None  # at once: perhaps between the results and their entry
-                size = now
-            if moment == "finish":
-                raw = read(self.job.out + ".journal") or b""
-                if folded or b'{"end"' in raw or b'{"rewrite"' in raw or self.committed(raw) >= total - 1:
-                    break
-            if moment != "write" and moment != "start-up":
-                nap()
-        else:
-            return False
-        until = time.monotonic() + jitter
-        while time.monotonic() < until and p.poll() is None:
-            nap()
-        return p.poll() is None
+            if moment == "start-up":
+                if passed >= delay:
+                    return True
+                continue
+            for event in events.read(0.002):
+                if moment == "growth" and event == name + ".journal" and self.commits() >= goal:
+                    until = time.monotonic() + jitter
+                    while time.monotonic() < until and p.poll() is None:
+                        nap()
+                    return p.poll() is None
+                if moment == "write" and event == name and (near or self.commits() >= goal - 1):
+                    near = True
+                    left -= left > 1 or rnd.random() < 0.5
+                    if left <= 7:
+                        return True
+                if moment == "replace" and (near or event.endswith((".new", ".rewrite"))):
+                    near, left = True, left - 1
+                if moment == "finish":
+                    near = near or self.committed(read(self.job.out + ".journal") or b"") >= len(self.wanted) - 2
+                    left -= near
+                if left <= 0:
+                    return True
+        return False
 
     @staticmethod
     def committed(raw):
@@ -413,7 +448,8 @@ class Campaign:
     def choose(self):
         fresh = not self.state.results
         near = self.made() > self.budget * 0.7 or len(self.state.results) > len(self.wanted) * 0.8
-        moment = self.rnd.choices(["start-up", "growth", "write", "finish"], [3, 8, 6, 6 if near or self.shape.retry else 0])[0]
+        late = 4 if near or self.shape.retry else 0
+        moment = self.rnd.choices(["start-up", "growth", "write", "finish", "replace"], [3, 8, 6, late, late])[0]
         target = self.rnd.choices(["coordinator", "rank", "nursery", "all", "ranks", "term"], [12, 4, 2, 3, 1, 2])[0]
         return target, moment, "start-up" if fresh and moment == "start-up" else \
             "recovery" if moment == "start-up" else moment
@@ -512,11 +548,12 @@ class Campaign:
         before = self.state
         with open(self.job.log, "wb"):
             pass
+        events = Events(self.dir)
         p = self.job.start(*more)
         self.starts += 1
         family, struck = [], []
         try:
-            while killing and self.await_moment(p, moment):
+            while killing and self.await_moment(p, moment, events):
                 family = descendants(p.pid)
                 had = dict(self.kills)
                 dead = self.strike(p, target, called)
@@ -534,6 +571,7 @@ class Campaign:
                 return False
             return self.ended(p, before, struck, retried)
         finally:
+            events.close()
             if p.poll() is None:
                 kill(p.pid)
                 p.wait()
@@ -611,7 +649,7 @@ def campaign_work(ref, folder, model, seed, budget, stop_file, deadline, shard):
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
         return {"why": why, "kills": c.kills, "starts": c.starts, "verified": c.verified, "busy": c.busy,
-                "regained": c.regained, "gave_up": c.gave_up, "dir": folder, "shape": c.shape.name, "results": len(c.state.results)}
+                "regained": c.regained, "gave_up": c.gave_up, "replacing": c.replacing, "tails": c.tails, "dir": folder, "shape": c.shape.name, "results": len(c.state.results)}
     return work
 
 
@@ -624,7 +662,8 @@ def report(total, missing, began):
     real = {k: n for k, n in total["kills"].items() if "not a kill" not in k}
     kinds, moments = {}, {}
     for k, n in total["kills"].items():
-        kind, moment = [(k[:-len(m) - 1], m) for m in ("start-up", "recovery", "growth", "write", "finish", "after another kill")
+        kind, moment = [(k[:-len(m) - 1], m) for m in ("start-up", "recovery", "growth", "write", "finish", "replace",
+                                                                     "after another kill")
                         if k.endswith(" " + m)][0]
         kinds[kind] = kinds.get(kind, 0) + n
         if k in real:
@@ -636,6 +675,8 @@ def report(total, missing, began):
     print("  by shape:  " + ", ".join(f"{k} {n}" for k, n in sorted(total["shapes"].items())))
     print(f"  {total['regained']} tokens of sequences in flight taken over from journals, none generated again; "
           f"{total['busy']} starts found the lock still held by a dying process, {total['gave_up']} ended with 69")
+    print(f"  {total['tails']} kills fell between results and their journal entry, {total['replacing']} between the first and the "
+          "last step of replacing files")
     for name, why in missing.items():
         print(f"  not there, not tested: {name} ({why})")
 
@@ -681,7 +722,7 @@ def make_models(shapes, top):
 def run_all(o, shapes, top, began, deadline):
     models = make_models(shapes, top)
     refs, missing, running = {}, {}, {}
-    total = {"kills": {}, "starts": 0, "verified": 0, "campaigns": 0, "busy": 0, "regained": 0, "gave_up": 0, "shapes": {}}
+    total = {"kills": {}, "starts": 0, "verified": 0, "campaigns": 0, "busy": 0, "regained": 0, "gave_up": 0, "replacing": 0, "tails": 0, "shapes": {}}
     stop_file, bad, number = f"{top}/stop", None, 0
     rnd = random.Random(o.seed)
 
@@ -732,7 +773,7 @@ def run_all(o, shapes, top, began, deadline):
                 os.waitpid(pid, 0)
                 got = json.loads(answer) if answer else {"why": "the campaign's process failed", "kills": {}, "shape": "?", "dir": top}
                 add_up(total["kills"], got["kills"])
-                for k in ("starts", "verified", "busy", "regained", "gave_up"):
+                for k in ("starts", "verified", "busy", "regained", "gave_up", "replacing", "tails"):
                     total[k] += got.get(k, 0)
                 total["campaigns"] += 1
                 add_up(total["shapes"], {got["shape"]: sum(n for k, n in got["kills"].items() if "not a kill" not in k)})

@@ -99,23 +99,23 @@ class TornTails(Case):
 
     def test_output_cut(self):
         def test(data, journal, resume):
-            for n in list(range(1, 65)) + [len(data) - 1, len(data)]:
-                if n <= len(data):
-                    resume(data[:len(data) - n], journal, f"{n} bytes cut")
+            step = 1 if data[:1] != b"{" else 5  # of lz4 every length
+            for n in list(range(1, 65, step)) + [len(data) - 1]:
+                resume(data[:len(data) - n], journal, f"{n} bytes cut")
         self.both(test)
 
     def test_journal_cut(self):
         def test(data, journal, resume):
             whole = Journal(journal)
             first = journal.index(b"\n") + 1
-            for n in list(range(1, 65, 2)) + [len(journal) - first]:
+            for n in list(range(1, 65, 4)) + [len(journal) - first]:
                 resume(data, journal[:len(journal) - n], f"{n} bytes cut")
             self.assertGreater(len(whole.commits), 3)
         self.both(test)
 
     def test_zeros_appended(self):
         def test(data, journal, resume):
-            for n in list(range(1, 9)) + [16, 31, 32, 63, 64]:
+            for n in [1, 2, 3, 4, 7, 8, 31, 64]:
                 resume(data + bytes(n), journal, f"{n} zeros")
                 resume(data, journal + bytes(n), f"{n} zeros in the journal")
         self.both(test)
@@ -124,7 +124,7 @@ class TornTails(Case):
         rnd = random.Random(3)
 
         def test(data, journal, resume):
-            for n in list(range(1, 9)) + [16, 31, 32, 63, 64]:
+            for n in [1, 2, 3, 4, 7, 8, 31, 64]:
                 resume(data + rnd.randbytes(n), journal, f"{n} bytes of noise")
                 resume(data, journal + rnd.randbytes(n), f"{n} bytes of noise in the journal")
                 resume(data + rnd.randbytes(n), journal + rnd.randbytes(n), f"{n} bytes of noise in both")
@@ -173,11 +173,18 @@ class Lost(Case):
             self.assertEqual(sorted(results(self.out)), self.want)
 
     def test_output_lost(self):
-        """Its results cannot come back; they are generated again, and a finished job is not done."""
+        """A journal without what it tells of: said, not silently begun again; and no job that is done."""
         for finished in (False, True):
             self.again() if finished else self.half()
+            journal = read(self.journal)
             os.unlink(self.out)
-            self.again()
+            _, err = self.again(65)
+            self.assertIn(b"--overwrite", err)
+            self.assertEqual(read(self.journal), journal)
+            self.assertFalse(os.path.exists(self.out), "made by the refused start")
+            write(self.out, b"")
+            self.refused(self.out, lambda code: self.again(code), "journal", "--overwrite", code=65)
+            self.again(0, "--overwrite")
             self.assertEqual(sorted(results(self.out)), self.want)
 
     def test_journal_of_another_job(self):

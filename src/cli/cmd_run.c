@@ -47,7 +47,8 @@ int bg_cmd_run(const bg_job *job)
     bg_outcome o;
     bg_status st = bg_job_run(job, stderr, &o, &err);
     int code = exit_status(job, st, &o, &err);
-    if (job->notify && !o.locked) notify(job, code, &o);
+    /* A start that did nothing tells nothing: cron may make many of them. */
+    if (job->notify && !o.locked && !o.already) notify(job, code, &o);
     free(o.summary);
     return code;
 }

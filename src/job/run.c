@@ -570,6 +570,8 @@ bg_status bg_job_run(const bg_job *job, FILE *messages, bg_outcome *outcome, bg_
         st = BG_OK;
     } else if (!st && !r.p.nothing_to_do) {
         st = generate(&r, err);
+    } else if (!st) {
+        bg_notify_ready(r.manager, "done before"); /* ending without it would be a failure */
     }
     st = summarise(&r, st, err);
     release(&r);

@@ -535,6 +535,50 @@ class Whole(unittest.TestCase):
             batchgen("check", path, code=66)
             self.assertFalse(os.path.exists(self.out) and os.path.getsize(self.out))
 
+    def test_names_that_are_not_utf8(self):
+        """Names of files are bytes: what is made of them in output is text all the same."""
+        name = os.fsdecode(f"{self.dir}/caf".encode() + b"\xe9")
+        for i in range(2):
+            with open(f"{name}{i}.jsonl", "wb") as f:
+                f.write(GOOD[i] + b"\n" + b"broken\n")
+        model = f"{name}.gguf"
+        os.link(MODEL, model)
+        args = ["run", f"{name}0.jsonl", f"{name}1.jsonl", "-o", f"{name}.out", "-m", model, "-q", "--error-file",
+                f"{name}.err", "--summary", f"{name}.sum"]
+        batchgen(*args, code=1)
+        batchgen(*args, code=1)  # the same job
+        got = [read(x) for x in results(f"{name}.out") + results(f"{name}.err")]
+        self.assertEqual(sorted((r["file"][-7:], r["line"]) for r in got),
+                         [(f"{i}.jsonl", line) for i in range(2) for line in (1, 2)])
+        with open(f"{name}.sum", encoding="utf-8") as f:
+            json.load(f)
+        out, _ = batchgen("check", "--json", f"{name}0.jsonl", f"{name}1.jsonl", code=65)
+        self.assertEqual([json.loads(x).get("line") for x in out.splitlines()], [2, 2, None])
+
+    def test_the_first_use_of_an_id_in_several_inputs(self):
+        a, b = self.put_lines(GOOD[0], GOOD[1], name="a.jsonl"), self.put_lines(GOOD[2], GOOD[1], name="b.jsonl")
+        batchgen("run", a, b, "-o", self.out, "-m", MODEL, "-q", code=1)
+        bad = [r for r in map(read, results(self.out)) if r.get("error")]
+        self.assertEqual([(r["file"], r["line"], code_of(r)) for r in bad], [(b, 2, "duplicate_id")])
+        self.assertIn("record 1", bad[0]["error"]["message"])
+
+    def test_ids_do_not_depend_on_what_a_model_finds(self):
+        """A prompt that is too long has used its id; a line that is no request has not."""
+        long = b'{"id":"x","prompt":"%s","max_tokens":2,"temperature":0}' % (b"word " * 500)
+        short = b'{"id":"x","prompt":"Say a.","max_tokens":2,"temperature":0}'
+        args = ["--max-model-len", "64"]
+        for lines, want in (([long, short], ["prompt_too_long", "duplicate_id"]),
+                            ([short, long], [None, "duplicate_id"]),
+                            ([b'{"id":"x","prompt":5}', short], ["invalid_field", None]),
+                            ([b'{"id":"x"', short, short], ["invalid_json", None, "duplicate_id"])):
+            got = run(self.put_lines(*lines), self.out, *args, code=1)
+            self.assertEqual([code_of(read(got[i + 1])) for i in range(len(lines))], want)
+
+    def test_stop_strings_of_the_job(self):
+        path = self.put_lines(*GOOD)
+        for stop in ("", b"a\xff"):
+            batchgen("run", path, "-o", self.out, "-m", MODEL, "--stop", os.fsdecode(stop), code=64)
+
     def test_standard_input_gives_the_same(self):
         with open(f"{CASES}/more/bytes.jsonl", "rb") as f:
             data = f.read()
@@ -606,14 +650,15 @@ class Limits(unittest.TestCase):
     def setUp(self):
         self.dir = tempfile.mkdtemp(dir=TMP)
 
-    def limited(self, records, *args):
-        """{id: (code, message)} of a run and of a check."""
+    def limited(self, records, *args, checked=True):
+        """{id: (code, message)} of a run; a check must say the same."""
         path = f"{self.dir}/in.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.write("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
         got = run(path, f"{self.dir}/out.jsonl", *args)
-        said, _ = check(path, "-m", MODEL, *args)
-        self.assertEqual(said, {k: code_of(read(v)) for k, v in got.items() if read(v).get("error")})
+        if checked:
+            said, _ = check(path, "-m", MODEL, *args)
+            self.assertEqual(said, {k: code_of(read(v)) for k, v in got.items() if read(v).get("error")})
         return {id_of(r): (code_of(r), (r.get("error") or {}).get("message")) for r in map(read, got.values())}
 
     def record(self, id, **more):
@@ -646,6 +691,12 @@ class Limits(unittest.TestCase):
         got = self.limited([chat("few", 2), chat("many", 1000), chat("last", 1)], "--template-steps", "1000")
         self.assertEqual({k: v[0] for k, v in got.items()}, {"few": None, "many": "template_error", "last": None})
         self.assertIn("1000", got["many"][1])
+
+    def test_result(self):
+        got = self.limited([self.record("fits", echo=True), self.record("long", prompt="a " * 2000, echo=True),
+                            self.record("last")], "--max-result", "1024", checked=False)
+        self.assertEqual({k: v[0] for k, v in got.items()}, {"fits": None, "long": "result_too_long", "last": None})
+        self.assertIn("1024", got["long"][1])
 
     def test_line(self):
         got = self.limited([self.record("fits", x="a" * 900), self.record("long", x="a" * 2000), self.record("last")],

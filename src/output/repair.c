@@ -748,6 +748,23 @@ static bg_status rebuild(work *w, bg_error *err)
     return st;
 }
 
+/* Without a journal the format shows in the first byte; when that is damaged, in what follows. */
+static bg_status find_format(work *w, side *s, bg_error *err)
+{
+    char first;
+    size_t n;
+    bool got = false;
+    uint64_t at, bytes;
+    s->format = w->v.format;
+    if (w->v.first || s->format == BG_OUT_LZ4) return BG_OK;
+    bg_status st = bg_pread_full(s->fd, &first, 1, 0, &n, s->path, err);
+    if (!st && n && first != '{')
+        st = bg_reader_resync(s->fd, s->path, 0, s->size, 0, &w->raw, &w->text, &at, &bytes, &got,
+                              err);
+    if (got) s->format = BG_OUT_LZ4;
+    return st;
+}
+
 /* The files, under the lock. */
 static bg_status open_all(work *w, const bg_out_lock *lock, const char *path,
                           const char *error_path, bg_error *err)
@@ -772,11 +789,11 @@ static bg_status open_all(work *w, const bg_out_lock *lock, const char *path,
     out->path = path;
     out->fd = dup(lock->fd);
     out->real = strdup(lock->real);
-    out->format = w->v.format;
     if (out->fd < 0 || fstat(out->fd, &sb) != 0) return bg_fail_os(err, "%s: cannot open", path);
     if (!out->real) return no_memory(path, err);
     out->size = (uint64_t)sb.st_size;
-    st = find_errors(w, path, error_path, err);
+    st = find_format(w, out, err);
+    if (!st) st = find_errors(w, path, error_path, err);
     if (st || !w->error_path) return st;
     st = bg_out_open(&o, w->error_path, false, &bg_out_real, err);
     if (st) return st;

@@ -189,10 +189,11 @@ static bg_status look_back(bg_prepared *p, const bg_job *job, FILE *messages, bg
         if (job->on_input_change != BG_INPUT_MATCH)
             return bg_fail(
                 err, BG_ARG,
-                "%s: the input is not the one this output was started with: its first %llu bytes "
-                "have changed; nothing was touched. Restore it, name another -o, keep what still "
-                "fits with --on-input-change=match, or --overwrite",
-                job->inputs.v[0], (unsigned long long)rec->input_end);
+                "%s: the input is not the one this output was started with: %s; nothing was "
+                "touched. Restore it, name another -o, keep what still fits with "
+                "--on-input-change=match, or start anew with --overwrite",
+                job->inputs.v[0],
+                same ? "it has grown or shrunk" : "what was read of it then has changed");
         st = match(p, job, messages, err);
         changed = true;
     } else if (job->retry_failed && rec->n_failed) {
@@ -270,7 +271,10 @@ bg_status bg_prepare(bg_prepared *p, const bg_job *job, FILE *messages, bg_outco
     if (st) return st;
     outcome->stage = BG_STAGE_SETUP;
     st = look_back(p, job, messages, err);
+    if (!st) outcome->stage = BG_STAGE_OUTPUT;
+    if (!st) st = bg_writer_begin(p->writer, err);
     if (st) return st;
+    outcome->stage = BG_STAGE_SETUP;
     const bg_recovered *rec = &p->recovered;
     outcome->n_records = rec->n_records;
     outcome->n_failed = rec->n_failed;

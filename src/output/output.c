@@ -181,15 +181,35 @@ static bool worth_folding(const bg_writer *w, uint64_t least)
     return grown >= least && grown >= w->folded_end;
 }
 
-static bg_status cut_tails(bg_writer *w, const bg_recovery *r, bg_error *err)
+static bg_status cut_tails(bg_writer *w, bg_error *err)
 {
     bg_status st = BG_OK;
     /* The journal first: what it does not name is a tail, whatever is left of it. */
-    if (w->journal.end > r->journal_end) st = bg_out_cut(&w->journal, r->journal_end, err);
+    if (w->journal.end > w->journal_cut) st = bg_out_cut(&w->journal, w->journal_cut, err);
     for (int i = 0; i < BG_SIDES && !st; i++)
-        if (w->side[i].f.fd >= 0 && w->side[i].f.end > r->side[i].end)
-            st = bg_out_cut(&w->side[i].f, r->side[i].end, err);
+        if (w->side[i].f.fd >= 0 && w->side[i].f.end > w->side_cut[i])
+            st = bg_out_cut(&w->side[i].f, w->side_cut[i], err);
     return st;
+}
+
+static bg_status begin(bg_writer *w, bg_error *err)
+{
+    if (w->fresh) return start_anew(w, w->overwrite, err);
+    bg_status st = open_errors(w, true, err);
+    if (!st) st = bg_writer_remove_stale(w, err);
+    if (!st) st = cut_tails(w, err);
+    if (st || w->finished) return st;
+    if (w->adopted || w->differs || !worth_folding(w, FOLD_AT_START)) return put_run(w, err);
+    const bg_manifest m = bg_writer_manifest(w);
+    return bg_writer_fold(w, &m, err);
+}
+
+bg_status bg_writer_begin(bg_writer *w, bg_error *err)
+{
+    bg_status st = bg_writer_ended(w, err);
+    if (st || w->begun || w->side[BG_SIDE_OUT].f.stream) return st;
+    w->begun = true;
+    return bg_writer_ends(w, begin(w, err), err);
 }
 
 static bg_status go_on(bg_writer *w, bg_recovery *r, bg_recovered *rec, bg_error *err)
@@ -197,7 +217,7 @@ static bg_status go_on(bg_writer *w, bg_recovery *r, bg_recovered *rec, bg_error
     rec->resumed = !r->finished;
     rec->finished = w->finished = r->finished;
     rec->differs = w->differs = r->differs;
-    rec->adopted = r->adopted;
+    rec->adopted = w->adopted = r->adopted;
     rec->n_records = bg_ranges_count(r->done);
     rec->n_failed = w->n_failed = r->n_failed;
     rec->input_end = r->has_input ? r->input.end : 0;
@@ -210,6 +230,7 @@ static bg_status go_on(bg_writer *w, bg_recovery *r, bg_recovered *rec, bg_error
     for (int i = 0; i < BG_SIDES; i++) {
         bg_side *s = &w->side[i];
         if (s->f.fd >= 0) rec->cut_bytes += s->f.end - r->side[i].end;
+        w->side_cut[i] = r->side[i].end;
         s->text_bytes = r->side[i].text_bytes;
         bg_hasher_copy(s->whole, r->side[i].whole);
     }
@@ -223,13 +244,9 @@ static bg_status go_on(bg_writer *w, bg_recovery *r, bg_recovered *rec, bg_error
     r->keys = NULL;
     r->partials = NULL;
     if (!bg_partials_list(w->partials, &rec->partials, &rec->n_partials)) return no_memory(w, err);
+    w->journal_cut = r->journal_end;
     w->lock->made = false;
-    bg_status st = open_errors(w, true, err);
-    if (!st) st = cut_tails(w, r, err);
-    if (st || w->finished) return st;
-    if (r->adopted || r->differs || !worth_folding(w, FOLD_AT_START)) return put_run(w, err);
-    const bg_manifest m = bg_writer_manifest(w);
-    return bg_writer_fold(w, &m, err);
+    return BG_OK;
 }
 
 static bg_status recover(bg_writer *w, const bg_writer_config *c, bg_recovery *r, bg_error *err)
@@ -252,9 +269,7 @@ static bg_status recover(bg_writer *w, const bg_writer_config *c, bg_recovery *r
         f.side[i].size = s->f.fd >= 0 ? s->f.end : 0;
         f.side[i].format = s->format;
     }
-    st = bg_recover(r, &f, c, err);
-    if (!st && !r->fresh) st = bg_writer_remove_stale(w, err);
-    return st;
+    return bg_recover(r, &f, c, err);
 }
 
 static bg_status open_file(bg_writer *w, const bg_writer_config *c, bg_recovered *rec,
@@ -270,7 +285,9 @@ static bg_status open_file(bg_writer *w, const bg_writer_config *c, bg_recovered
         st = recover(w, c, &r, err);
         fresh = r.fresh;
     }
-    if (!st) st = fresh ? start_anew(w, c->overwrite, err) : go_on(w, &r, rec, err);
+    w->fresh = fresh;
+    w->overwrite = c->overwrite;
+    if (!st && !fresh) st = go_on(w, &r, rec, err);
     bg_recovery_release(&r);
     return st;
 }
@@ -538,7 +555,7 @@ static bg_status commit(bg_writer *w, bg_error *err)
 
 bg_status bg_writer_commit(bg_writer *w, bg_error *err)
 {
-    bg_status st = bg_writer_ended(w, err);
+    bg_status st = bg_writer_begin(w, err);
     if (st || w->finished) return st;
     st = bg_writer_ends(w, commit(w, err), err);
     w->last_commit_ns = bg_now_ns();
@@ -550,7 +567,7 @@ bg_status bg_writer_add(bg_writer *w, const bg_done *what, const char *line, siz
 {
     int64_t record = what->record;
     const char *path = w->side[BG_SIDE_OUT].path;
-    bg_status st = bg_writer_ended(w, err);
+    bg_status st = bg_writer_begin(w, err);
     if (st) return st;
     if (w->finished || w->differs)
         return bg_fail(err, BG_INTERNAL, "%s: record %lld comes %s", path, (long long)record,

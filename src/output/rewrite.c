@@ -471,7 +471,7 @@ bg_status bg_writer_rewrite(bg_writer *w, const bg_rewrite *how, int64_t *n_kept
                             int64_t *n_dropped, bg_error *err)
 {
     *n_kept = *n_dropped = 0;
-    bg_status st = bg_writer_ended(w, err);
+    bg_status st = bg_writer_begin(w, err);
     if (st) return st;
     if (w->side[BG_SIDE_OUT].f.stream || bg_ranges_count(w->pending))
         return bg_fail(err, BG_INTERNAL, "%s: cannot be rewritten now", w->side[BG_SIDE_OUT].path);

@@ -49,7 +49,10 @@ struct bg_writer {
     bg_input_place input;
     bool has_input, input_moved; /* moved: since the last commit */
     bool finished;
-    bool differs; /* must be rewritten before anything else */
+    bool differs, adopted; /* differs: must be rewritten before anything else */
+    bool begun;            /* something was written; before, these say what there is to do first: */
+    bool fresh, overwrite;
+    uint64_t journal_cut, side_cut[BG_SIDES]; /* where the files are whole up to */
     bg_error why; /* the failure that ended it; every later call returns it */
 };
 

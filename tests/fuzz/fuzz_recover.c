@@ -177,6 +177,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             for (int t = 0; t < rec.partials[i].n_tokens; t++)
                 check(rec.partials[i].tokens[t] >= 0);
         }
+        check(!bg_writer_begin(w, &err));
         check_output(path, lz4);
         int64_t count = rec.n_records;
         bg_writer_on_partials(w, none, NULL);

@@ -57,6 +57,7 @@ UNUSED static bg_status open_made(bg_writer **w, const char *path, const plan *p
                                 .commit_bytes = 1 << 20,
                                 .commit_ns = INT64_MAX};
     bg_status st = bg_writer_open(w, &c, rec, err);
+    if (!st) st = bg_writer_begin(*w, err);
     json_decref(identity);
     return st;
 }

@@ -42,6 +42,7 @@ Test(lock, what_it_made_and_nobody_wrote_is_removed)
     bg_error err = {0};
     c.take_lock = take();
     cr_assert_eq(bg_writer_open(&j.w, &c, &j.rec, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_writer_begin(j.w, &err), BG_OK, "%s", err.text);
     end_job(&j);
     cr_expect(access(out_path, F_OK) == 0 && access(journal_path, F_OK) == 0);
     /* one that cannot begin does not */

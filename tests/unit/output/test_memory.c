@@ -56,6 +56,7 @@ static bg_status short_run(const bg_writer_config *c, const bg_buf *lines, job *
     moment m = {0};
     allocations_left = limit;
     bg_status st = bg_writer_open_on(&m.w, c, &quick, &m.rec, err);
+    if (!st) st = bg_writer_begin(m.w, err);
     if (!st) bg_writer_on_partials(m.w, in_flight, j);
     int added = 0;
     for (int i = 0; i < j->n && !st && added < 3; i++) {

@@ -393,6 +393,7 @@ Test(rewrite, new_files_that_are_gone)
     }
     err = (bg_error){0};
     cr_expect_eq(bg_writer_open(&j.w, &c, &j.rec, &err), BG_OK, "%s", err.text);
+    cr_expect_eq(bg_writer_begin(j.w, &err), BG_OK, "%s", err.text);
     cr_expect_eq(count_files(), 2);
     end_job(&j);
     finish_and_check(j, "with rubbish", 0);

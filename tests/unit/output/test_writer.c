@@ -13,7 +13,44 @@ static bg_status open_job(job *j, json_t *identity, bool overwrite, bg_error *er
 {
     bg_writer_config c = config_of(j, identity);
     c.overwrite = overwrite;
-    return bg_writer_open(&j->w, &c, &j->rec, err);
+    bg_status st = bg_writer_open(&j->w, &c, &j->rec, err);
+    return st ? st : bg_writer_begin(j->w, err);
+}
+
+/* What is refused later, because its input is another one, must have changed nothing. */
+Test(writer, opening_changes_nothing)
+{
+    job j = {.format = BG_OUT_LZ4, .n = 12};
+    json_t *identity = identity_of();
+    bg_error err = {0};
+    cr_assert_eq(open_job(&j, identity, false, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_writer_add(j.w, &(bg_done){.record = 3}, "{\"line\":4}\n", 11, &err), BG_OK);
+    cr_assert_eq(bg_writer_commit(j.w, &err), BG_OK, "%s", err.text);
+    end_job(&j);
+    bytes out = load(out_path), journal = load(journal_path);
+    out.data = realloc(out.data, out.n + 9);
+    journal.data = realloc(journal.data, journal.n + 9);
+    memcpy(out.data + out.n, "torn tail", 9); /* what begin will cut */
+    memcpy(journal.data + journal.n, "torn tail", 9);
+    store(out_path, out.data, out.n + 9);
+    store(journal_path, journal.data, journal.n + 9);
+    bg_writer_config c = config_of(&j, identity);
+    cr_assert_eq(bg_writer_open(&j.w, &c, &j.rec, &err), BG_OK, "%s", err.text);
+    cr_expect(j.rec.resumed && j.rec.n_records == 1 && j.rec.cut_bytes == 9);
+    end_job(&j);
+    bytes out2 = load(out_path), journal2 = load(journal_path);
+    cr_expect(out2.n == out.n + 9 && memcmp(out2.data, out.data, out2.n) == 0);
+    cr_expect(journal2.n == journal.n + 9 && memcmp(journal2.data, journal.data, journal2.n) == 0);
+    cr_assert_eq(open_job(&j, identity, false, &err), BG_OK, "%s", err.text);
+    end_job(&j);
+    free(out2.data);
+    out2 = load(out_path);
+    cr_expect_eq(out2.n, out.n);
+    json_decref(identity);
+    free(out.data);
+    free(out2.data);
+    free(journal.data);
+    free(journal2.data);
 }
 
 /* Leaves an unfinished output: 8 records in 4 commits. */

@@ -657,7 +657,7 @@ static char *nested(size_t depth, bool objects, bool closed)
     static const char open_object[] = "{\"a\":";
     char *s = malloc(depth * 8 + 64), *p = s;
     cr_assert(s);
-    p += sprintf(p, "{\"id\":\"n\",\"prompt\":\"p\",\"x\":");
+    p += sprintf(p, "{\"id\":\"n\",\"prompt\":\"p\",\"w\":[[],{}],\"x\":");
     for (size_t i = 1; i < depth; i++)
         p += sprintf(p, "%s", objects ? open_object : "[");
     *p++ = '1';

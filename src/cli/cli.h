@@ -45,4 +45,8 @@ int bg_report_config(const bg_error *err);
 /* The same where the output could not be opened. */
 int bg_report_output(const bg_error *err);
 
+/* Prints a line (or lines) of JSON and gives BG_EXIT_OK; NULL, or no memory for its text, is told
+ * as missing memory. */
+int bg_print_json(FILE *out, json_t *take_v, size_t flags);
+
 #endif

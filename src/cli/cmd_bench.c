@@ -2,7 +2,7 @@
 #include "cli/cli.h"
 #include "job/bench.h"
 
-static void print_json(const bg_bench *b, const bg_text_model *m)
+static int print_json(const bg_bench *b, const bg_text_model *m)
 {
     json_t *rows = json_array();
     for (int i = 0; i < b->n_rows; i++) {
@@ -21,9 +21,7 @@ static void print_json(const bg_bench *b, const bg_text_model *m)
         json_pack("{ss si si sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
                   "gen_tokens", b->gen, "read_bandwidth", b->read_bandwidth, "weight_bytes",
                   (json_int_t)b->weight_bytes, "memory", (json_int_t)b->memory, "rows", rows);
-    if (o) json_dumpf(o, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(o);
+    return bg_print_json(stdout, o, JSON_INDENT(2));
 }
 
 static void print_ops(const char *what, const int64_t *ns)
@@ -69,12 +67,13 @@ int bg_cmd_bench(const bg_job *job)
     bg_error err = {0};
     bg_text_model m;
     static bg_bench b;
+    int code = BG_EXIT_OK;
     if (bg_text_model_open(&m, job, &err)) return bg_report_config(&err);
     bg_status st = bg_bench_run(&b, job, &m, &err);
     if (!st && job->json)
-        print_json(&b, &m);
+        code = print_json(&b, &m);
     else if (!st)
         print_text(&b, &m);
     bg_text_model_close(&m);
-    return st ? bg_report(&err) : BG_EXIT_OK;
+    return st ? bg_report(&err) : code;
 }

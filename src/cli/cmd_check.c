@@ -8,24 +8,28 @@
 typedef struct report {
     const bg_job *job;
     FILE *out;
+    int code; /* of what could not be printed */
 } report;
 
 static void bad(void *ctx, const bg_request *r)
 {
-    const report *c = ctx;
+    report *c = ctx;
+    if (c->code) return;
     if (!c->job->json) {
         bg_check_print(c->out, c->job, r);
         return;
     }
-    json_t *file = c->job->inputs.n > 1 ? bg_json_name(c->job->inputs.v[r->file]) : NULL;
-    json_t *o = json_pack("{sI so* ss ss ss*}", "line", (json_int_t)r->line, "file", file, "code",
-                          r->error_code, "message", r->error_message, "param", r->error_param);
-    if (o) json_dumpf(o, c->out, JSON_COMPACT | JSON_ENSURE_ASCII); /* nothing that ends a line */
-    fputc('\n', c->out);
-    json_decref(o);
+    bool many = c->job->inputs.n > 1;
+    json_t *file = many ? bg_json_name(c->job->inputs.v[r->file]) : NULL;
+    json_t *o = many && !file ? NULL
+                              : json_pack("{sI so* ss ss ss*}", "line", (json_int_t)r->line, "file",
+                                          file, "code", r->error_code, "message", r->error_message,
+                                          "param", r->error_param);
+    /* ASCII: nothing that some readers take for the end of a line */
+    c->code = bg_print_json(c->out, o, JSON_COMPACT | JSON_ENSURE_ASCII);
 }
 
-static void print_counts(const bg_job *job, const bg_text_model *m, const bg_check_counts *n)
+static int print_counts(const bg_job *job, const bg_text_model *m, const bg_check_counts *n)
 {
     char size[32];
     if (job->json) {
@@ -34,16 +38,13 @@ static void print_counts(const bg_job *job, const bg_text_model *m, const bg_che
                               (json_int_t)n->bytes, "prompt_tokens", (json_int_t)n->prompt_tokens,
                               "longest_prompt", (json_int_t)n->longest_prompt, "max_answer_tokens",
                               (json_int_t)n->answer_tokens);
-        if (o) json_dumpf(o, stdout, JSON_COMPACT);
-        putchar('\n');
-        json_decref(o);
-        return;
+        return bg_print_json(stdout, o, JSON_COMPACT);
     }
     bg_format_bytes(n->bytes, size, sizeof size);
     printf("%lld records in %s, %lld bad\n", (long long)n->records, size, (long long)n->bad);
     if (!m) {
         puts("give -m MODEL to count tokens and find prompts that are too long");
-        return;
+        return BG_EXIT_OK;
     }
     double good = (double)(n->records - n->bad);
     printf("%lld prompt tokens, %.0f a record, longest %lld; up to %lld answer tokens in %lld "
@@ -53,6 +54,7 @@ static void print_counts(const bg_job *job, const bg_text_model *m, const bg_che
     printf("a result takes about 4 bytes of text a token: up to about ");
     bg_format_bytes((uint64_t)n->answer_tokens * 4, size, sizeof size);
     printf("%s before compression; batchgen bench measures the rates to divide by\n", size);
+    return BG_EXIT_OK;
 }
 
 int bg_cmd_check(const bg_job *job)
@@ -66,10 +68,11 @@ int bg_cmd_check(const bg_job *job)
     }
     bool with_model = job->model != NULL;
     if (with_model && bg_text_model_open(&model, job, &err)) return bg_report_config(&err);
-    report c = {job, stdout};
+    report c = {job, stdout, BG_EXIT_OK};
     bg_status st = bg_check_input(job, with_model ? &model : NULL, &n, bad, &c, &err);
-    if (!st && !job->quiet) print_counts(job, with_model ? &model : NULL, &n);
+    if (!st && !c.code && !job->quiet) c.code = print_counts(job, with_model ? &model : NULL, &n);
     if (with_model) bg_text_model_close(&model);
     if (st) return bg_report(&err);
+    if (c.code) return c.code;
     return n.bad ? BG_EXIT_DATA : BG_EXIT_OK;
 }

@@ -122,7 +122,7 @@ static void print_plan(const bg_text_model *m, const bg_memory_plan *p)
     }
 }
 
-static void print_json(const bg_text_model *m, const bg_memory_plan *p)
+static int print_json(const bg_text_model *m, const bg_memory_plan *p)
 {
     const bg_desc *d = &m->desc;
     json_t *ranks = json_array();
@@ -145,9 +145,7 @@ static void print_json(const bg_text_model *m, const bg_memory_plan *p)
         (json_int_t)d->n_params, "weight_bytes", (json_int_t)d->weight_bytes, "kv_bytes_per_token",
         (json_int_t)p->kv_bytes_per_token, "total_bytes", (json_int_t)p->total, "max_model_len",
         p->max_model_len, "n_blocks", p->n_blocks, "ranks", ranks);
-    if (o) json_dumpf(o, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(o);
+    return bg_print_json(stdout, o, JSON_INDENT(2));
 }
 
 /* A file that we cannot run (another architecture, no tokenizer) can still be looked at. */
@@ -170,10 +168,11 @@ int bg_cmd_inspect(const bg_job *job)
     bg_error err = {0};
     bg_text_model m;
     bg_memory_plan p;
+    int code = BG_EXIT_OK;
     if (bg_text_model_open(&m, job, &err)) return inspect_file(job, &err);
     bg_status st = bg_plan_memory(&p, job, &m, &err);
     if (!st && job->json) {
-        print_json(&m, &p);
+        code = print_json(&m, &p);
     } else if (!st) {
         char size[32];
         bg_format_bytes(bg_gguf_file_bytes(m.gguf), size, sizeof size);
@@ -187,5 +186,5 @@ int bg_cmd_inspect(const bg_job *job)
         print_plan(&m, &p);
     }
     bg_text_model_close(&m);
-    return st ? bg_report(&err) : BG_EXIT_OK;
+    return st ? bg_report(&err) : code;
 }

@@ -4,7 +4,7 @@
 #include "cli/cli.h"
 #include "output/merge.h"
 
-static void print(const bg_job *job, const bg_merged *m)
+static int print(const bg_job *job, const bg_merged *m)
 {
     char size[32];
     if (job->json) {
@@ -12,10 +12,7 @@ static void print(const bg_job *job, const bg_merged *m)
                               "records", (json_int_t)m->n_records, "failed",
                               (json_int_t)m->n_failed, "from_error_files",
                               (json_int_t)m->n_from_errors, "bytes", (json_int_t)m->bytes);
-        if (o) json_dumpf(o, stdout, JSON_COMPACT);
-        putchar('\n');
-        json_decref(o);
-        return;
+        return bg_print_json(stdout, o, JSON_COMPACT);
     }
     bg_format_bytes(m->bytes, size, sizeof size);
     printf("%s: %d shards, %lld records, %lld of them failed, %s\n", job->output, m->n_shards,
@@ -23,6 +20,7 @@ static void print(const bg_job *job, const bg_merged *m)
     if (m->n_from_errors)
         printf("%lld results of the shards' error files are in it, in their places\n",
                (long long)m->n_from_errors);
+    return BG_EXIT_OK;
 }
 
 int bg_cmd_merge(const bg_job *job)
@@ -37,6 +35,5 @@ int bg_cmd_merge(const bg_job *job)
     else
         st = bg_merge((const char *const *)job->inputs.v, job->inputs.n, job->output, &m, &err);
     if (st) return bg_report(&err);
-    if (!job->quiet) print(job, &m);
-    return BG_EXIT_OK;
+    return job->quiet ? BG_EXIT_OK : print(job, &m);
 }

@@ -12,7 +12,7 @@ static json_t *text_or_null(const bg_buf *b)
     return b->len ? json_string(b->data) : json_null();
 }
 
-static void print_json(const char *path, const bg_repaired *r)
+static int print_json(const char *path, const bg_repaired *r)
 {
     json_t *o = json_pack(
         "{ss sb sb sI sI sI sI sI sI so so so}", "output", path, "was_good", r->good, "job_known",
@@ -21,9 +21,7 @@ static void print_json(const char *path, const bg_repaired *r)
         "damaged_places", (json_int_t)r->n_damaged, "duplicates", (json_int_t)r->n_duplicates,
         "lost_records", text_or_null(&r->lost), "damaged_file", text_or_null(&r->damaged_path),
         "old_journal", text_or_null(&r->bad_path));
-    if (o) json_dumpf(o, stdout, JSON_COMPACT);
-    putchar('\n');
-    json_decref(o);
+    return bg_print_json(stdout, o, JSON_COMPACT);
 }
 
 static void print(const char *path, const bg_repaired *r)
@@ -74,7 +72,7 @@ int bg_cmd_repair(const bg_job *job)
         code = bg_report(&err);
     } else {
         if (job->json)
-            print_json(job->inputs.v[0], &r);
+            code = print_json(job->inputs.v[0], &r);
         else if (!job->quiet)
             print(job->inputs.v[0], &r);
         if (lost_any(&r)) code = BG_EXIT_DATA;

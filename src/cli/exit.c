@@ -1,6 +1,9 @@
 #include "cli/cli.h"
 
 #include <errno.h>
+#include <stdlib.h>
+
+#include "base/json.h"
 
 static int code_of(const bg_error *err)
 {
@@ -48,4 +51,18 @@ int bg_report_output(const bg_error *err)
 {
     int code = bg_report(err);
     return code == BG_EXIT_NO_INPUT ? BG_EXIT_CANT_CREATE : code;
+}
+
+int bg_print_json(FILE *out, json_t *take_v, size_t flags)
+{
+    bg_error err = {0};
+    char *text = take_v ? bg_json_text(take_v, flags) : NULL;
+    json_decref(take_v);
+    if (!text) {
+        bg_fail(&err, BG_NOMEM, "out of memory for what is to be printed");
+        return bg_report(&err);
+    }
+    fprintf(out, "%s\n", text);
+    free(text);
+    return BG_EXIT_OK;
 }

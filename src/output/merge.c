@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/io.h"
+#include "base/json.h"
 #include "output/files.h"
 #include "output/view.h"
 
@@ -84,8 +85,8 @@ static bg_status check_one(shard *s, bg_error *err)
 
 static void add_difference(bg_buf *b, const char *name, const json_t *a, const json_t *c)
 {
-    char *x = a ? json_dumps(a, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
-    char *y = c ? json_dumps(c, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
+    char *x = a ? bg_json_text(a, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
+    char *y = c ? bg_json_text(c, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
     bg_buf_printf(b, "%s%s is %.80s and %.80s", b->len ? "; " : "", name, x ? x : "not set",
                   y ? y : "not set");
     free(x);

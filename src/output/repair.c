@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/hash.h"
 #include "base/io.h"
+#include "base/json.h"
 #include "output/entries.h"
 #include "output/frames.h"
 #include "output/journal.h"
@@ -628,7 +629,7 @@ static bool put_first(const work *w, bg_buf *b)
 {
     const json_t *identity = w->trusted ? bg_view_identity(&w->v) : NULL;
     const side *errors = &w->side[BG_SIDE_ERRORS];
-    char *text = identity ? json_dumps(identity, JSON_COMPACT) : strdup("null");
+    char *text = identity ? bg_json_text(identity, JSON_COMPACT) : strdup("null");
     if (!text) return false;
     w->r->known = identity != NULL;
     bg_buf_printf(b, "{\"batchgen\":1,\"format\":\"%s\"", format_name(w->side[0].format));

@@ -1,10 +1,12 @@
 /* What a record asks: messages with their tools, or prompts. */
 #include "input/parts.h"
 
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* Answers of one record, prompts times n: all of them are one result line. */
+enum { MAX_ANSWERS = 64 << 10 };
 
 static bool one_of(const json_t *v, const char *const *names, size_t n)
 {
@@ -228,9 +230,11 @@ bool bg_parse_prompts(bg_parse *c)
     const json_t *first = json_is_array(v) ? json_array_get(v, 0) : v;
     if (n == 0) return bg_parse_bad(c, BG_CODE_EMPTY, "prompt", "%sprompt is empty", c->prefix);
     bool one = json_is_string(v) || json_is_number(first);
-    if (n > (size_t)(INT_MAX / r->gen.n))
-        return bg_parse_bad(c, BG_CODE_FIELD, "prompt", "%sprompt holds too many prompts",
-                            c->prefix);
+    if (!one && n > (size_t)(MAX_ANSWERS / r->gen.n))
+        return bg_parse_bad(c, BG_CODE_FIELD, "prompt",
+                            "%sprompt holds %zu prompts with %d answers each; at most %d answers "
+                            "are allowed in one record",
+                            c->prefix, n, r->gen.n, MAX_ANSWERS);
     r->prompts = calloc(one ? 1 : n, sizeof *r->prompts);
     if (!r->prompts) return bg_parse_nomem(c);
     if (json_is_string(v)) return add_text(c, "prompt", v);

@@ -136,6 +136,9 @@ static bool choices(bg_parse *c)
     return true;
 }
 
+/* Each sequence has an automaton of them, of some 32 bytes a byte. */
+enum { MAX_STOP_BYTES = 64 << 10 };
+
 static bool add_stop(bg_parse *c, const char *name, const json_t *v)
 {
     bg_request *r = c->r;
@@ -160,6 +163,13 @@ static bool stops(bg_parse *c)
         return bg_parse_bad(c, BG_CODE_FIELD, "stop",
                             "%sstop has %zu strings; at most %d are allowed", c->prefix, n,
                             c->limits.max_stops);
+    size_t bytes = json_string_length(v);
+    for (size_t i = 0; i < json_array_size(v); i++)
+        bytes += json_string_length(json_array_get(v, i));
+    if (bytes > MAX_STOP_BYTES)
+        return bg_parse_bad(c, BG_CODE_FIELD, "stop",
+                            "%sstop has %zu bytes in all; at most %d are allowed", c->prefix, bytes,
+                            MAX_STOP_BYTES);
     r->stops = calloc(n + 1, sizeof *r->stops);
     if (!r->stops) return bg_parse_nomem(c);
     if (json_is_string(v)) return add_stop(c, "stop", v);

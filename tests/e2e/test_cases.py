@@ -638,10 +638,18 @@ class Whole(unittest.TestCase):
         for fields, n in (({"prompt": [f"a {i}" for i in range(1000)]}, 1000), ({"prompt": "a", "n": 128}, 128),
                           ({"prompt": "a", "n": 2, "logit_bias": {str(i): 1 for i in range(1024)}}, 2),
                           ({"prompt": "a", "n": 2, "stop_token_ids": [i % 700 for i in range(1024)]}, 2),
-                          ({"prompt": "a", "n": 2, "stop": ["x" * 5000 + str(i) for i in range(64)]}, 2),
+                          ({"prompt": "a", "n": 2, "stop": ["x" * 1000 + str(i) for i in range(64)]}, 2),
                           ({"prompt": "a", "n": 2, "logprobs": 20}, 2)):
             r = self.one_between(json.dumps({"id": "all", "max_tokens": 2, **fields}), "--max-model-len", "64", code=0)
             self.assertEqual(len(r["choices"]), n)
+
+    def test_too_many_of_something(self):
+        for fields, param in (({"prompt": ["a"] * 65537}, "prompt"), ({"prompt": ["a"] * 600, "n": 128}, "prompt"),
+                              ({"prompt": "a", "stop": "x" * 65537}, "stop"),
+                              ({"prompt": "a", "stop": ["x" * 1100] * 60}, "stop")):
+            r = self.one_between(json.dumps({"id": "all", "max_tokens": 2, **fields}))
+            self.assertEqual((code_of(r), r["error"]["param"]), ("invalid_field", param))
+            self.assertIn("65536", r["error"]["message"])
 
 
 class Limits(unittest.TestCase):

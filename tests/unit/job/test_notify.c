@@ -16,6 +16,8 @@
 
 #include "base/io.h"
 
+#define ENV(...) ((char *const *)(const char *const[]){__VA_ARGS__, NULL})
+
 static char dir[64];
 
 static void make_dir(void)
@@ -175,18 +177,16 @@ Test(notify, environment)
     snprintf(other, sizeof other, "WATCHDOG_PID=%d", (int)getpid() + 1);
     const char *socket = "x";
     int64_t us = 7;
-    bg_notify_env((char *const[]){"HOME=/", NULL}, &socket, &us);
+    bg_notify_env(ENV("HOME=/"), &socket, &us);
     cr_expect(!socket && us == 0);
-    bg_notify_env((char *const[]){"NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000", mine, NULL}, &socket,
-                  &us);
+    bg_notify_env(ENV("NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000", mine), &socket, &us);
     cr_expect_str_eq(socket, "@s");
     cr_expect_eq(us, 5000000);
-    bg_notify_env((char *const[]){"NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000", NULL}, &socket, &us);
+    bg_notify_env(ENV("NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000"), &socket, &us);
     cr_expect_eq(us, 5000000);
-    bg_notify_env((char *const[]){"NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000", other, NULL},
-                  &socket, &us);
+    bg_notify_env(ENV("NOTIFY_SOCKET=@s", "WATCHDOG_USEC=5000000", other), &socket, &us);
     cr_expect_eq(us, 0, "another process's watchdog");
-    bg_notify_env((char *const[]){"WATCHDOG_USEC=-5", "NOTIFY_SOCKET=", NULL}, &socket, &us);
+    bg_notify_env(ENV("WATCHDOG_USEC=-5", "NOTIFY_SOCKET="), &socket, &us);
     cr_expect(!socket && us == 0);
 }
 

@@ -5,7 +5,7 @@
 
 #include <criterion/criterion.h>
 
-#define ENV(...) ((char *const[]){__VA_ARGS__, NULL})
+#define ENV(...) ((char *const *)(const char *const[]){__VA_ARGS__, NULL})
 
 static void good(const char *text, char *const *env, int64_t index, int64_t count)
 {

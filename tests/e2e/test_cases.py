@@ -8,12 +8,13 @@ import collections
 import gzip
 import json
 import os
+import random
 import re
 import struct
 import tempfile
 import unittest
 
-from common import MODEL, TMP, batchgen, make_model, results
+from common import MODEL, TMP, batchgen, make_model, results, write_lines
 
 CASES = "tests/golden/cases"
 # These are about stopping and resuming, not about lines: tests of their own run them.
@@ -650,6 +651,35 @@ class Whole(unittest.TestCase):
             r = self.one_between(json.dumps({"id": "all", "max_tokens": 2, **fields}))
             self.assertEqual((code_of(r), r["error"]["param"]), ("invalid_field", param))
             self.assertIn("65536", r["error"]["message"])
+
+
+class Extremes(unittest.TestCase):
+    """Settings at the ends of what is allowed, mixed at random: no record ends the run or loses another."""
+
+    CHOICES = {
+        "temperature": [0, 1e-7, 1e-6, 5e-324, 0.001, 1, 99.9, 100, 1e-40], "top_p": [0, 1e-320, 0.5, 1, 1 - 1e-16],
+        "min_p": [0, 1e-320, 0.5, 1], "top_k": [-1, 0, 1, 1023, 1025, 2**31 - 1],
+        "repetition_penalty": [0.01, 1, 100], "presence_penalty": [-2, 2, 1e-320, -0.0], "frequency_penalty": [-2, 2],
+        "seed": [0, -1, 2**63 - 1, -2**63, 1e15], "n": [1, 2, 5], "logprobs": [True, False],
+        "ignore_eos": [True, False], "include_stop_str_in_output": [True], "skip_special_tokens": [False],
+        "stop": ["a", ["\n", " "], ["x" * 100], ["\ufffd"], [" ", " a", "e", "t"]],
+        "stop_token_ids": [[], [0], list(range(1023)), [771]],
+        "logit_bias": [{}, {"0": 100}, {str(k): -100 for k in range(1024)}, {str(k): 100 for k in range(1024)},
+                       {str(k): -100 for k in range(1023)}],
+        "max_tokens": [1, 2, 5, 2**31 - 1],
+    }
+    PROMPTS = ["a", "\0", "é" * 20, [1], [1023], [0] * 30, ["a", "b"], [[1], [2, 3]], "<|im_end|>", "\ud7ff", [771, 772]]
+
+    def test_no_record_ends_the_run(self):
+        rnd = random.Random(7)
+        records = []
+        for i in range(300):
+            r = {"id": f"e{i}", "prompt": rnd.choice(self.PROMPTS)}
+            r.update({k: rnd.choice(v) for k, v in self.CHOICES.items() if rnd.random() < 0.35})
+            records.append(r)
+        path = write_lines(f"{TMP}/extremes.jsonl", records)
+        got = run(path, f"{TMP}/extremes.out", "--max-model-len", "64", code=0)
+        self.assertEqual(len(got), 300)
 
 
 class Limits(unittest.TestCase):

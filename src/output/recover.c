@@ -351,7 +351,8 @@ static bg_status take_commit(walk *w, const json_t *o, const bg_journal_entry *e
         return bg_fail(err, BG_FORMAT,
                        "%s: damaged at byte %" PRIu64
                        ", but whole again after it; nothing was changed; "
-                       "restore the file, or start anew with --overwrite",
+                       "restore the file, rebuild the journal with repair, or start anew with "
+                       "--overwrite",
                        w->f->side[BG_SIDE_OUT].name, w->r->side[BG_SIDE_OUT].end);
     }
     for (int i = 0; i < BG_SIDES && c.folded; i++)
@@ -359,10 +360,14 @@ static bg_status take_commit(walk *w, const json_t *o, const bg_journal_entry *e
     /* Both files' bytes were on disk before the entry, and no crash takes them back. */
     if (good[BG_SIDE_OUT] && errors->offset + errors->bytes > w->f->side[BG_SIDE_ERRORS].size)
         return damaged(w, BG_SIDE_ERRORS, errors, err);
-    if (!good[BG_SIDE_OUT] || !good[BG_SIDE_ERRORS]) {
+    for (int i = 0; i < BG_SIDES; i++) {
+        const piece *p = &c.piece[i];
+        if (good[i]) continue;
+        /* All of them were on disk before the entry: other bytes there are no crash's work. */
+        if (p->offset + p->bytes <= w->f->side[i].size) return damaged(w, i, p, err);
         w->torn = true;
-        return BG_OK;
     }
+    if (w->torn) return BG_OK;
     return count_commit(w, &c, e->start, err);
 }
 
@@ -500,6 +505,37 @@ static bg_status check_last(walk *w, int i, bg_error *err)
     return st;
 }
 
+/* A crash leaves one commit at most that no entry names. More of them mean that the journal is an
+ * older copy, and cutting would lose what a newer one has. Lines of a plain file do not tell where
+ * a commit ends. */
+static bg_status check_tail(walk *w, int i, bg_error *err)
+{
+    static const unsigned char magic[4] = {0x04, 0x22, 0x4d, 0x18};
+    const char *name = w->f->side[i].name;
+    uint64_t at = w->r->side[i].end, size = w->f->side[i].size, bytes = 0;
+    if (w->f->side[i].format != BG_OUT_LZ4 || size <= at) return BG_OK;
+    bg_error why = {0};
+    bg_buf raw = {0}, text = {0};
+    bg_found found;
+    char next[sizeof magic];
+    size_t got = 0;
+    bg_status st = bg_reader_frame(w->f->side[i].fd, name, at, size, MAX_CHECK, &raw, &text, &bytes,
+                                   &found, &why, err);
+    if (!st && found == BG_FOUND_WHOLE)
+        st = bg_pread_full(w->f->side[i].fd, next, sizeof next, (int64_t)(at + bytes), &got, name,
+                           err);
+    if (!st && got == sizeof next && memcmp(next, magic, sizeof magic) == 0)
+        st = bg_fail(err, BG_FORMAT,
+                     "%s: byte %" PRIu64
+                     ": several commits follow that %s does not know: it is an older one, or "
+                     "another's; nothing was changed; put the right one back, or rebuild it with "
+                     "repair",
+                     name, at, w->f->journal_name);
+    bg_buf_release(&raw);
+    bg_buf_release(&text);
+    return st;
+}
+
 static bg_status start(bg_recovery *r, walk *w, bg_error *err)
 {
     *r = (bg_recovery){
@@ -552,6 +588,8 @@ bg_status bg_recover(bg_recovery *r, const bg_recover_files *f, const bg_writer_
     }
     for (int i = 0; i < BG_SIDES && !st; i++)
         st = check_last(&w, i, err);
+    for (int i = 0; i < BG_SIDES && !st; i++)
+        st = check_tail(&w, i, err);
     if (!st && r->differs) { /* by which record is it known what they belong to? */
         r->has_input = false;
         bg_partials_clear(r->partials);

@@ -3,8 +3,10 @@
  * Only reads. A commit counts when its entry is whole and the bytes it names are there and have
  * their hash. The first one that does not count ends the walk; it and what follows is a torn tail,
  * to be cut. When something after it is whole again, then this is no tail but damage, and nothing
- * may be cut: BG_FORMAT. So it is when bytes of a folded commit are not there, which all were on
- * disk before its entry was written, or when the error file is shorter than it must be. */
+ * may be cut: BG_FORMAT. So it is when a commit's bytes are there and are others, since all were on
+ * disk before its entry was written; when bytes of a folded commit are not there; when the error
+ * file is shorter than it must be; and when more than one commit lies behind the journal's last,
+ * which must then be an older copy. */
 #ifndef BG_OUTPUT_RECOVER_H
 #define BG_OUTPUT_RECOVER_H
 

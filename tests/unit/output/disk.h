@@ -39,6 +39,7 @@ typedef struct disk {
     long calls, fail_at; /* the call that fails, from 0; -1: none */
     int error;
     bool half;    /* the failing write does half of its work first */
+    bool dead;    /* nothing works any more after the failure: the power is gone */
     size_t piece; /* the most that a write takes at once; 0: all */
     disk_node nodes[DISK_NODES];
     disk_name names[DISK_NAMES]; /* at the beginning */
@@ -72,7 +73,8 @@ static disk_op *disk_add(disk *d)
 
 static bool disk_fails(disk *d)
 {
-    if (d->calls++ != d->fail_at) return false;
+    long call = d->calls++;
+    if (call != d->fail_at && !(d->dead && d->fail_at >= 0 && call > d->fail_at)) return false;
     errno = d->error;
     return true;
 }
@@ -83,7 +85,7 @@ static ssize_t disk_write(void *ctx, int fd, const void *data, size_t n, int64_t
     bool bad = disk_fails(d);
     if (bad && !d->half) return -1;
     if (bad) n = (n + 1) / 2; /* then the next call fails */
-    if (bad) d->fail_at = d->calls;
+    if (bad && !d->dead) d->fail_at = d->calls;
     if (d->piece && n > d->piece) n = d->piece;
     disk_op *o = disk_add(d);
     o->kind = OP_WRITE;

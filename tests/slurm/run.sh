@@ -73,8 +73,9 @@ for program in munged slurmctld slurmd sbatch; do
     command -v "$program" >/dev/null && continue
     [ "${INSTALL:-1}" = 1 ] || fail "no $program; apt-get install slurm-wlm munge"
     say "installing slurm-wlm and munge"
+    apt-get update -qq >"$dir/apt.log" 2>&1
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge \
-        >"$dir/apt.log" 2>&1 || fail "apt-get"
+        >>"$dir/apt.log" 2>&1 || fail "apt-get"
 done
 
 # ---- one machine's Slurm -------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Journal:
     def _take(self, obj, pos, truth):
         where = f"journal: byte {pos}:"
         require(bool(self.entries) == ("batchgen" not in obj), where, "identity belongs first, once")
-        require(self.end is None and not self.rewrite, where, "an entry after the end")
+        require((self.end is None or "rewrite" in obj) and not self.rewrite, where, "an entry after the end")
         self.entries.append(obj)
         if "batchgen" in obj:
             self.identity = obj.get("identity")
@@ -155,7 +155,7 @@ def decompress(data, path=None):
 
 
 def is_lz4(path):
-    return path.endswith(".lz4")
+    return path.removesuffix(".rewrite").endswith(".lz4")
 
 
 class State:
@@ -167,7 +167,7 @@ class State:
         self.tail = 0        # bytes behind the last commit
 
 
-def _part(path, spans, results, record_of, part):
+def _part(path, spans, results, record_of, identity, part):
     """The committed text of one file, and its lines by record."""
     data = read(path) or b""
     end = spans[-1][0] + spans[-1][1] if spans else 0
@@ -195,7 +195,7 @@ def _part(path, spans, results, record_of, part):
                 obj = json.loads(line)
             except ValueError:
                 raise Violation(f"{path}: not JSON: {line[:200]}") from None
-            record = record_of(obj)
+            record = record_of(obj, identity)
             require(record in wanted, f"{path}: the commit at {offset} holds record {record}, which "
                     "its entry does not name")
             require(record not in results, f"{path}: record {record} twice")
@@ -205,7 +205,7 @@ def _part(path, spans, results, record_of, part):
 
 
 def check(out, record_of, errors=None, truth=None):
-    """Verifies everything above; gives a State."""
+    """Verifies everything above; gives a State. record_of(result, identity): its record number."""
     s = State()
     raw = read(out + ".journal")
     if raw is None or not raw:
@@ -229,11 +229,11 @@ def check(out, record_of, errors=None, truth=None):
     s.stage = "end" if j.end else "open"
     wanted = [set(ranges(c["records"])) for c in j.commits]
     spans = [(c["offset"], c["bytes"], c["text"], c["hash"], w) for c, w in zip(j.commits, wanted)]
-    s.tail = _part(out, spans, s.results, record_of, 0)
+    s.tail = _part(out, spans, s.results, record_of, j.identity, 0)
     if errors:
         spans = [(e["offset"], e["bytes"], e["text"], e["hash"], w)
                  for e, w in ((c.get("errors"), w) for c, w in zip(j.commits, wanted)) if e]
-        s.tail += _part(errors, spans, s.results, record_of, 1)
+        s.tail += _part(errors, spans, s.results, record_of, j.identity, 1)
     missing = j.done.difference(s.results)
     require(not missing, f"{out}: committed, but not there: records {sorted(missing)[:10]}")
     failed = sum(c["failed"] for c in j.commits)

@@ -15,6 +15,7 @@ ends everything with status 1 and leaves the job's folder, with the files as the
 last start in before/. Needs python3, lz4 and the build folder's batchgen and mkmodel only.
 """
 import argparse
+import copy
 import ctypes
 import json
 import os
@@ -28,7 +29,7 @@ import tempfile
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from journal import Journal, Violation, check, failed_line, read, require  # noqa: E402
+from journal import Journal, State, Violation, check, failed_line, read, require  # noqa: E402
 
 BUILD = os.path.abspath(os.environ.get("BUILD", "build"))
 BATCHGEN, MKMODEL = f"{BUILD}/batchgen", f"{BUILD}/mkmodel"
@@ -182,6 +183,16 @@ def stops(n):
             for i, r in enumerate(mixed(n))]
 
 
+def edited(records):
+    """Another first line, one less, another prompt, two swapped, others moved to the end, two more."""
+    r = list(records)
+    r[10] = {**r[10], "prompt": "something else"}
+    r[20], r[21] = r[21], r[20]
+    r = r[:30] + r[40:] + r[30:40]
+    del r[5]
+    return [{"id": "first", "prompt": "new"}] + r + [{"id": "more", "prompt": "new, too", "max_tokens": 9}]
+
+
 EACH = ["--commit-bytes", 1, "--commit-interval", 0.01]
 TINY_POOL = ["--max-model-len", 256, "--kv-cache-memory", "900KiB", "--max-num-seqs", 12]
 
@@ -190,10 +201,11 @@ class Shape:
     """A kind of job. extra: options that a feature needs, which is left out when it is not there."""
 
     def __init__(self, name, records, *args, out="out.jsonl.lz4", preset="tiny-llama", exact=True, inputs=1,
-                 errors=None, needs=None, retry=False, shards=1, grow=4, saves=False):
+                 errors=None, needs=None, retry=False, shards=1, grow=4, saves=False, edit=None):
         self.name, self.records, self.args, self.out, self.preset = name, records, list(args), out, preset
         self.exact = exact      # the tokens of the last run can be counted
         self.inputs, self.errors, self.needs, self.retry, self.shards = inputs, errors, needs, retry, shards
+        self.edit = edit        # what the input becomes half-way
         self.saves = saves      # so long that most tokens must have been saved at some time
         self.grow = grow        # commits that a run gets at most before it is killed
 
@@ -218,6 +230,9 @@ SHAPES = [
     Shape("ordered-errors", with_errors(100), *EACH, "--ordered", "--max-model-len", 512, out="out.jsonl",
           errors="bad.jsonl", needs="ordered", grow=12),
     Shape("retry-failed", with_errors(100), *EACH, "--max-model-len", 512, needs="retry-failed", retry=True, grow=12),
+    Shape("match", short(120), *EACH, needs="on-input-change", edit=edited, exact=False),
+    Shape("match-errors", with_errors(90), *EACH, "--max-model-len", 512, needs="on-input-change", edit=edited,
+          exact=False, out="out.jsonl", errors="bad.jsonl.lz4"),
     Shape("shard", mixed(120), *EACH, needs="shard", shards=2),
 ]
 
@@ -245,7 +260,7 @@ class Job:
             self.args += ["--shard", f"{shard}/{shape.shards}"]
         self.log = f"{folder}/log"
 
-    def record_of(self, obj):
+    def record_of(self, obj, _):
         """By line and file; and what the id says is the same record."""
         key = (obj.get("file"), obj.get("line"))
         require(key in self.number, "a result of line", key)
@@ -270,10 +285,21 @@ class Job:
         return check(self.out, self.record_of, self.errors, truth)
 
 
+def shape_of(shape, **other):
+    s = copy.copy(shape)
+    s.__dict__.update({"edit": None, **other})
+    return s
+
+
 class Reference:
-    """The same job undisturbed: results, and tokens as far as its journal had them."""
+    """The same job undisturbed: results, and tokens as far as its journal had them. before: the same of
+    the input as it was before it was edited."""
 
     def __init__(self, shape, folder, model):
+        self.before = None
+        if shape.edit:
+            self.before = Reference(shape_of(shape), folder + "-before", model)
+            shape = shape_of(shape, records=shape.edit(shape.records), edit=shape.edit)
         self.shape, self.truth, self.results, self.first_commit = shape, {}, {}, 0.1
         self.missing = None
         for k in range(shape.shards):
@@ -319,7 +345,7 @@ class Reference:
         if shape.name == "preempted":
             require(self.summary["engine"]["preemptions"] > 0, "the tiny pool preempts nothing")
         works = {"error-file": lambda: any(part for part, _ in self.results.values()),
-                 "ordered": lambda: list(state.results) == sorted(state.results),
+                 "ordered": lambda: (order := [(p, r) for r, (p, _) in state.results.items()]) == sorted(order),
                  "shard": lambda: len(state.results) <= len(shape.records) * 0.6}
         if shape.needs in works and not works[shape.needs]():
             self.missing = "without effect"
@@ -343,10 +369,13 @@ class Campaign:
         self.ref, self.shape, self.dir, self.budget = reference, reference.shape, folder, budget
         self.rnd = random.Random(seed)
         os.makedirs(folder, exist_ok=True)
-        self.job = Job(self.shape, folder, model, shard)
+        self.model = model
+        self.job = Job((self.ref.before or self.ref).shape, folder, model, shard)
+        self.editing = self.ref.before is not None  # the input is still as it was before
         self.state = self.job.check()
-        self.wanted = {r: v for r, v in self.ref.results.items()
+        self.wanted = {r: v for r, v in (self.ref.before or self.ref).results.items()
                        if self.shape.shards == 1 or r % self.shape.shards == shard - 1}
+        self.old_job, self.edited = None, False
         self.kills, self.starts, self.verified, self.busy = {}, 0, 0, 0
         self.regained = self.gave_up = self.replacing = self.tails = 0
 
@@ -369,11 +398,45 @@ class Campaign:
 
     def verify(self, retried=False):
         self.replacing += any(n.endswith((".rewrite", ".journal.new")) for n in os.listdir(self.dir))
-        old, new = self.state, self.job.check(self.ref.truth)
+        if self.old_job and not self.replaced():
+            self.state = self.check_against(self.old_job, self.ref.before, self.state, False)
+            return self.state
+        old, self.old_job = self.state, None
+        if self.edited:  # the answers of records that are still there go with them
+            lines = {json.dumps(r): i for i, r in enumerate(self.ref.shape.records)}
+            kept = [lines.get(json.dumps(self.ref.before.shape.records[r]))
+                    for r, (_, line) in old.results.items() if not failed_line(line)]
+            old, self.edited = State(), False
+            old.results = {r: self.ref.results[r] for r in kept if r is not None}
+        self.state = self.check_against(self.job, self.ref if not self.editing else self.ref.before, old, retried)
+        return self.state
+
+    def replaced(self):
+        """Whether the files are those of the edited input."""
+        for name in (".journal", ".journal.rewrite"):
+            raw = read(self.job.out + name) or b""
+            if raw.endswith(b"\n") or name == ".journal":
+                j = Journal(raw)
+                if j.identity and j.identity["input_bytes"] == str(os.path.getsize(f"{self.dir}/{self.job.inputs[0]}")):
+                    return True
+                if not j.rewrite:
+                    return False
+        return False
+
+    def edit(self):
+        """From now on the input is another one."""
+        self.old_job, self.edited, self.editing = self.job, True, False
+        self.job = Job(self.ref.shape, self.dir, self.model)
+        self.job.args += ["--on-input-change", "match"]
+        self.wanted = self.ref.results
+
+    def check_against(self, job, ref, old, retried):
+        new = job.check(ref.truth)
+        results = ref.results if self.shape.edit else self.wanted
         for record, (part, line) in new.results.items():
-            require(record in self.wanted, "record", record, "is not of this job")
-            require((part, line) == self.wanted[record], "record", record, "differs from the undisturbed run's:\n ",
-                    line[:300], "\n ", self.wanted[record][1][:300])
+            require(record in results, "record", record, "is not of this job")
+            require((part, line) == results[record], "record", record, "differs from the undisturbed run's:\n ",
+                    line[:300], "\n ", results[record][1][:300])
         lost = [r for r in old.results if r not in new.results and not (retried and failed_line(old.results[r][1]))]
         require(not lost, "committed results are lost: records", lost[:10])
         if old.journal and new.journal:
@@ -384,11 +447,10 @@ class Campaign:
                 require(now[:len(tokens)] == tokens, "tokens saved for", key, "became fewer:", len(tokens), "->", len(now))
         if new.journal:
             for (record, _), tokens in new.journal.partial.items():
-                most = completion_tokens(self.wanted[record][1])
+                most = completion_tokens(results[record][1])
                 require(len(tokens) <= most, "record", record, "has", len(tokens), "tokens saved, its answer only", most)
         self.verified += len(new.results)
         self.tails += new.tail > 0
-        self.state = new
         return new
 
     # -- moments
@@ -449,7 +511,8 @@ class Campaign:
         fresh = not self.state.results
         near = self.made() > self.budget * 0.7 or len(self.state.results) > len(self.wanted) * 0.8
         late = 4 if near or self.shape.retry else 0
-        moment = self.rnd.choices(["start-up", "growth", "write", "finish", "replace"], [3, 8, 6, late, late])[0]
+        rewrites = 25 if self.edited or self.shape.retry and self.state.stage == "end" else late
+        moment = self.rnd.choices(["start-up", "growth", "write", "finish", "replace"], [3, 8, 6, late, rewrites])[0]
         target = self.rnd.choices(["coordinator", "rank", "nursery", "all", "ranks", "term"], [12, 4, 2, 3, 1, 2])[0]
         return target, moment, "start-up" if fresh and moment == "start-up" else \
             "recovery" if moment == "start-up" else moment
@@ -516,7 +579,8 @@ class Campaign:
             self.gave_up += 1
             self.verify(retried)
             return False
-        require(code == self.ref.code, "exit", code, "and not", self.ref.code, "; it says:", said)
+        want = (self.ref.before if self.editing else self.ref).code
+        require(code == want, "exit", code, "and not", want, "; it says:", said)
         state = self.verify(retried)
         require(state.stage == "end", "it ended with", code, "but its journal has no end")
         self.count_tokens(before, state)
@@ -524,7 +588,7 @@ class Campaign:
 
     def count_tokens(self, before, after):
         """The run generated what was neither committed nor saved, and nothing else."""
-        if not self.shape.exact or self.shape.retry or before.stage == "end":
+        if not self.shape.exact or self.shape.retry or self.shape.edit or before.stage == "end":
             return
         with open(f"{self.dir}/summary.json") as f:
             made = json.load(f)["usage"]["output_tokens"]
@@ -579,13 +643,18 @@ class Campaign:
     def run(self, stop):
         idle = 0
         while self.made() < self.budget and not stop():
+            if self.editing and (len(self.state.results) > self.rnd.uniform(0.2, 1) * len(self.wanted) or
+                                 self.state.stage == "end"):
+                self.edit()
             had = self.made()
             done = self.run_once(True)
             idle = idle + 1 if self.made() == had else 0
-            if done and (not self.shape.retry or idle > 5):
+            if done and not self.editing and (not self.shape.retry or idle > 5):
                 break
+        if self.editing:
+            self.edit()
         quiet = 0
-        while not self.state.stage == "end" or self.shape.retry and quiet == 0:
+        while not self.state.stage == "end" or self.old_job or self.shape.retry and quiet == 0:
             quiet += 1
             require(quiet < 10, "it does not end even undisturbed")
             if self.run_once(False):

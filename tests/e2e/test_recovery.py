@@ -174,7 +174,7 @@ class Lost(Case):
 
     def test_output_lost(self):
         """A journal without what it tells of: said, not silently begun again; and no job that is done."""
-        for finished in (False, True):
+        for finished in (True, False):
             self.again() if finished else self.half()
             journal = read(self.journal)
             os.unlink(self.out)
@@ -321,7 +321,7 @@ class LongAnswer(Case):
             job = start_job(inp, "-o", out, "-m", MODEL, *args)
             while job.poll() is None:
                 raw = read(out + ".journal") or b""
-                if min(map(len, Journal(raw).partial.values()), default=0) >= goal:
+                if sorted(map(len, Journal(raw).partial.values()))[-2:-1] >= [goal]:  # of both
                     break
                 select.select([], [], [], 0.002)
             self.assertIsNone(job.poll(), "it ended before it was killed")
@@ -577,7 +577,7 @@ class StopAndResume(Case):
         self.assertLessEqual(made, every - mine, "kept results were generated again")
 
     def by_id_committed(self):
-        state = check(self.out, lambda r: r["line"] - 1)
+        state = check(self.out, lambda r, _: r["line"] - 1)
         return {json.loads(line)["custom_id"] for _, line in state.results.values()}
 
     def test_7_another_model_or_options(self):
@@ -628,7 +628,7 @@ class StopAndLock(Case):
         return start_job(self.inp, "-o", self.out, *self.slow, *more, **kw)
 
     def goes_on(self, want):
-        state = check(self.out, lambda r: r["line"] - 1)
+        state = check(self.out, lambda r, _: r["line"] - 1)
         self.assertTrue(state.results or state.journal.partial)
         batchgen("run", self.inp, "-o", self.out, *self.args)
         self.assertEqual(by_line(self.out), want)
@@ -643,7 +643,7 @@ class StopAndLock(Case):
             _, err = job.communicate()
             self.assertEqual(job.returncode, 75)
             self.assertIn(b"again", err)
-            state = check(self.out, lambda r: r["line"] - 1)
+            state = check(self.out, lambda r, _: r["line"] - 1)
             self.assertEqual((state.tail, state.journal.torn, state.stage), (0, b"", "open"))
         self.goes_on(want)
 

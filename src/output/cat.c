@@ -112,6 +112,14 @@ static bg_status read_file(cat *x, int file, bg_error *err)
         if (st || !got) break;
         st = take(x, file, &line, err);
     }
+    bool old = false;
+    if (!st) st = bg_view_is_old(v, &old, err);
+    if (!st && old)
+        st =
+            bg_fail(err, BG_FORMAT,
+                    "%s: byte %" PRIu64 ": commits follow that its journal does not know: it is an "
+                    "older one, or another's; put the right one back, or rebuild it with repair",
+                    v->path, v->out_end);
     if (!st) tell_tail(x, r, v->path);
     bg_reader_close(r);
     free(commits);

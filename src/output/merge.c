@@ -70,6 +70,13 @@ static bg_status check_one(shard *s, bg_error *err)
                        "%s: its journal was rebuilt and does not know its job; start its job again "
                        "first",
                        s->path);
+    bool old;
+    bg_status st = bg_view_is_old(v, &old, err);
+    if (st) return st;
+    if (old)
+        return bg_fail(err, BG_FORMAT,
+                       "%s: commits follow that its journal does not know; rebuild it with repair",
+                       s->path);
     json_int_t records = json_integer_value(json_object_get(v->end, "records"));
     if (records != bg_ranges_count(v->done))
         return bg_fail(err, BG_FORMAT, "%s: its journal tells of %lld records, its end of %lld",

@@ -341,7 +341,9 @@ static bg_status try_old(work *w, bool *good, bg_error *err)
     bg_status st = BG_OK;
     for (int i = 0; i < BG_SIDES && !st && *good; i++)
         st = try_side(w, i, &n, good, err);
-    *good = *good && !st && n == bg_ranges_count(w->v.done);
+    bool old = false;
+    if (!st && *good) st = bg_view_is_old(&w->v, &old, err);
+    *good = *good && !st && !old && n == bg_ranges_count(w->v.done);
     if (!*good || st) return st;
     w->r->good = w->r->known = true;
     w->r->n_records = n;

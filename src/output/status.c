@@ -236,7 +236,7 @@ static void without_journal(bg_job_status *s, const bg_view *v)
 
 static bg_status with_journal(bg_job_status *s, const bg_view *v, bg_error *err)
 {
-    bool running = s->lock == BG_LOCK_HELD, good = true;
+    bool running = s->lock == BG_LOCK_HELD, good = true, old;
     if (v->rewrite || (running && exists(v->path, ".rewrite"))) {
         s->state = running ? BG_STATE_REWRITING : BG_STATE_UNFINISHED;
         if (!running) NEXT("start the same command again: it puts the rewritten files in place");
@@ -258,6 +258,14 @@ static bg_status with_journal(bg_job_status *s, const bg_view *v, bg_error *err)
                  (unsigned long long)v->out_end);
         NEXT("restore the file; or start the same command again, which runs again what is lost, or "
              "says to use batchgen repair");
+        return BG_OK;
+    }
+    st = bg_view_is_old(v, &old, err);
+    if (st) return st;
+    if (old) {
+        s->state = BG_STATE_NEEDS_REPAIR;
+        WHY("commits follow that the journal does not know: it is an older one, or another's");
+        NEXT("put the right journal back, or rebuild it with batchgen repair");
         return BG_OK;
     }
     s->state = v->end ? BG_STATE_FINISHED : running ? BG_STATE_RUNNING : BG_STATE_UNFINISHED;
@@ -378,7 +386,9 @@ void bg_job_status_print(const bg_job_status *s, const char *path, FILE *out)
     if (s->tail_bytes)
         fprintf(out, "  tail        %llu bytes are not committed%s\n",
                 (unsigned long long)s->tail_bytes,
-                s->state == BG_STATE_RUNNING ? " yet" : " and will be cut off");
+                s->state == BG_STATE_RUNNING        ? " yet"
+                : s->state == BG_STATE_NEEDS_REPAIR ? ""
+                                                    : " and will be cut off");
     if (*s->next) fprintf(out, "  next        %s\n", s->next);
 }
 

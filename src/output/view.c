@@ -371,3 +371,40 @@ bg_status bg_view_check_last(const bg_view *v, uint64_t most, bool *good, bg_err
     free(piece);
     return st;
 }
+
+/* One whole frame behind the committed ones, and the beginning of another. */
+static bg_status more_behind(const bg_view *v, bool *yes, bg_error *err)
+{
+    static const unsigned char magic[4] = {0x04, 0x22, 0x4d, 0x18};
+    bg_buf raw = {0}, text = {0};
+    bg_found found;
+    bg_error why = {0};
+    uint64_t bytes;
+    char next[sizeof magic];
+    size_t got = 0;
+    bg_status st = bg_reader_frame(v->out_fd, v->path, v->out_end, v->out_size, 0, &raw, &text,
+                                   &bytes, &found, &why, err);
+    if (!st && found == BG_FOUND_WHOLE && v->out_end + bytes + sizeof next <= v->out_size)
+        st = bg_pread_full(v->out_fd, next, sizeof next, (int64_t)(v->out_end + bytes), &got,
+                           v->path, err);
+    *yes = !st && got == sizeof next && memcmp(next, magic, sizeof magic) == 0;
+    bg_buf_release(&raw);
+    bg_buf_release(&text);
+    return st;
+}
+
+bg_status bg_view_is_old(const bg_view *v, bool *yes, bg_error *err)
+{
+    *yes = false;
+    if (v->journal != BG_VIEW_GOOD || v->format != BG_OUT_LZ4 || v->rewrite || v->out_fd < 0 ||
+        v->out_size <= v->out_end)
+        return BG_OK;
+    bg_status st = more_behind(v, yes, err);
+    if (st || !*yes) return st;
+    bg_view now; /* a run may have committed since the journal was read */
+    st = bg_view_open(&now, v->path, false, err);
+    if (st) return st;
+    *yes = now.out_end == v->out_end && now.n_commits == v->n_commits;
+    bg_view_release(&now);
+    return BG_OK;
+}

@@ -81,6 +81,10 @@ bool bg_view_reader(const bg_view *v, bg_reader_config *c, bg_reader_commit **co
  * `most` bytes and was not looked at. */
 bg_status bg_view_check_last(const bg_view *v, uint64_t most, bool *good, bg_error *err);
 
+/* Whether whole commits follow that the journal does not know, more than the one that a crash can
+ * leave: then it is an older copy. LZ4 only: lines do not tell where a commit ends. */
+bg_status bg_view_is_old(const bg_view *v, bool *yes, bg_error *err);
+
 int64_t bg_view_time(const char *text); /* of an ISO time in UTC, ns; 0: malformed */
 
 #endif

@@ -36,12 +36,13 @@ UNUSED static uint64_t key_of(int r)
     return bg_result_key(id, (uint64_t)r * UINT64_C(0x9e3779b97f4a7c15));
 }
 
-UNUSED static json_t *identity_of(const plan *p)
+UNUSED static json_t *identity_of(const char *path, const plan *p)
 {
-    char shard[32] = "";
+    char shard[32] = "", errors[96] = "";
     if (p->count) snprintf(shard, sizeof shard, "%d/%d", p->index + 1, p->count);
+    if (p->errors) snprintf(errors, sizeof errors, "%s.errors", path);
     return json_pack("{ss si ss}", "shard", shard, "temperature", p->temperature, "error_file",
-                     p->errors ? "x.errors" : "");
+                     errors);
 }
 
 UNUSED static bg_status open_made(bg_writer **w, const char *path, const plan *p, bg_recovered *rec,
@@ -49,7 +50,7 @@ UNUSED static bg_status open_made(bg_writer **w, const char *path, const plan *p
 {
     char errors[96];
     snprintf(errors, sizeof errors, "%s.errors", path);
-    json_t *identity = identity_of(p);
+    json_t *identity = identity_of(path, p);
     const bg_writer_config c = {.path = path,
                                 .error_path = p->errors ? errors : NULL,
                                 .format = p->format,

@@ -312,6 +312,34 @@ Test(repair, a_foreign_journal)
     free(journal.data);
 }
 
+/* An older copy of the journal: what it does not know is kept. */
+Test(repair, an_older_journal)
+{
+    plan p = {.n = N, .every = EVERY, .unfinished = true};
+    make_output(out_path, &p);
+    bytes journal = load(name_in(".journal"));
+    bg_repaired r;
+    bg_error err;
+    size_t lines = 0, cut = 0;
+    for (size_t i = 0; i < journal.n && lines < 6; i++)
+        if (journal.data[i] == '\n') {
+            lines++;
+            cut = i + 1;
+        }
+    store(name_in(".journal"), journal.data, cut); /* identity, run, and 4 commits */
+    cr_assert_eq(repair(&r, &err), BG_OK, "%s", err.text);
+    cr_expect(!r.good && r.known && r.n_records == N && r.n_lost == 0 && r.cut_bytes == 0);
+    bg_view v;
+    cr_assert_eq(bg_view_open(&v, out_path, true, &err), BG_OK);
+    for (int i = 0; i < N; i++) { /* the keys that it has, and the ids of the others */
+        uint64_t want = i < 4 * EVERY ? key_of(i) : key_of(i) >> 32 << 32;
+        cr_expect_eq(bg_keys_get(v.keys, i), want, "record %d", i);
+    }
+    bg_view_release(&v);
+    bg_repaired_release(&r);
+    free(journal.data);
+}
+
 Test(repair, refuses_what_is_none_of_ours)
 {
     static const char *const texts[] = {"hello\n", "{\"prompt\":\"x\"}\n{\"prompt\":\"y\"}\n", "",
@@ -360,6 +388,9 @@ Test(repair, error_file)
         snprintf(errors, sizeof errors, "%s", name_in(".errors"));
         bytes e = load(errors);
         cr_expect_gt(e.n, 0);
+        cr_assert_eq(bg_repair(out_path, NULL, &r, &err), BG_OK, "%s", err.text);
+        cr_expect(r.good && r.n_records == N); /* the journal names it */
+        bg_repaired_release(&r);
         unlink(name_in(".journal"));
         cr_assert_eq(bg_repair(out_path, errors, &r, &err), BG_OK, "%s", err.text);
         cr_expect(r.n_records == N && r.n_failed == N / 5);

@@ -175,12 +175,11 @@ Test(status, tails_and_damage)
     unlink(out_path);
     expect_state(BG_STATE_DAMAGED);
     store(out_path, out.data, out.n);
-    for (size_t cut = 0; cut <= journal.n; cut++) { /* a journal that is being written */
+    for (size_t cut = 0; cut <= journal.n; cut++) { /* a journal that is torn, or an older copy */
         store(name_in(".journal"), journal.data, cut);
         s = look();
-        bool first = memchr(journal.data, '\n', cut) != NULL;
-        cr_expect_eq(s.state, first ? BG_STATE_UNFINISHED : BG_STATE_NEEDS_REPAIR, "cut at %zu: %s",
-                     cut, bg_state_name(s.state));
+        cr_expect_eq(s.state, s.n_done >= 15 ? BG_STATE_UNFINISHED : BG_STATE_NEEDS_REPAIR,
+                     "cut at %zu: %s", cut, bg_state_name(s.state));
         cr_expect_eq(s.n_done % 5, 0);
     }
     journal.data[journal.n / 2] ^= 1;

@@ -652,12 +652,13 @@ Test(request, id_of_a_broken_line_is_the_value_of_its_key)
  * ------------------------------------------------------------------------------------------ */
 
 /* `depth` levels in all: the object of the line and arrays, or objects, in its field x. */
-static char *nested(size_t depth, bool objects, bool closed)
+static char *nested(size_t depth, bool objects, bool closed, bool unusual)
 {
     static const char open_object[] = "{\"a\":";
-    char *s = malloc(depth * 8 + 64), *p = s;
+    char *s = malloc(depth * 8 + 256), *p = s;
     cr_assert(s);
-    p += sprintf(p, "{\"id\":\"n\",\"prompt\":\"p\",\"w\":[[],{}],\"x\":");
+    /* a long key, which the fast reader leaves to jansson */
+    p += sprintf(p, "{\"id\":\"n\",\"prompt\":\"p\",\"%0*d\":[[],{}],\"x\":", unusual ? 100 : 1, 0);
     for (size_t i = 1; i < depth; i++)
         p += sprintf(p, "%s", objects ? open_object : "[");
     *p++ = '1';
@@ -668,9 +669,9 @@ static char *nested(size_t depth, bool objects, bool closed)
     return s;
 }
 
-static const char *code_of_nested(size_t depth, bool objects, bool closed, int max)
+static const char *code_of(size_t depth, bool objects, bool closed, bool unusual, int max)
 {
-    char *s = nested(depth, objects, closed);
+    char *s = nested(depth, objects, closed, unusual);
     bg_gen gen;
     bg_gen_defaults(&gen);
     bg_line line = {.line = 1, .data = s, .n = strlen(s)};
@@ -686,6 +687,13 @@ static const char *code_of_nested(size_t depth, bool objects, bool closed, int m
     }
     bg_request_release(&r);
     free(s);
+    return code;
+}
+
+static const char *code_of_nested(size_t depth, bool objects, bool closed, int max)
+{
+    const char *code = code_of(depth, objects, closed, false, max);
+    cr_expect_str_eq(code_of(depth, objects, closed, true, max), code);
     return code;
 }
 

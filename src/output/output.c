@@ -144,15 +144,9 @@ void bg_writer_close_files(bg_writer *w)
     s->f.fd = w->journal.fd = -1;
 }
 
-static bg_status start_anew(bg_writer *w, bool overwrite, bg_error *err)
+static bg_status start_anew(bg_writer *w, bg_error *err)
 {
-    bg_side *errors = &w->side[BG_SIDE_ERRORS];
     bg_status st = BG_OK;
-    if (errors->f.fd >= 0 && errors->f.end && !overwrite)
-        return bg_fail(err, BG_FORMAT,
-                       "%s: is in the way: it holds something, but there are no results of this "
-                       "job yet; move it, name another one, or start anew with --overwrite",
-                       errors->path);
     st = open_errors(w, true, err);
     if (!st) st = open_journal(w, true, err);
     /* The results go first: results without a journal would be refused, a journal without is begun
@@ -194,7 +188,7 @@ static bg_status cut_tails(bg_writer *w, bg_error *err)
 
 static bg_status begin(bg_writer *w, bg_error *err)
 {
-    if (w->fresh) return start_anew(w, w->overwrite, err);
+    if (w->fresh) return start_anew(w, err);
     bg_status st = open_errors(w, true, err);
     if (!st) st = bg_writer_remove_stale(w, err);
     if (!st) st = cut_tails(w, err);
@@ -286,7 +280,12 @@ static bg_status open_file(bg_writer *w, const bg_writer_config *c, bg_recovered
         fresh = r.fresh;
     }
     w->fresh = fresh;
-    w->overwrite = c->overwrite;
+    const bg_side *errors = &w->side[BG_SIDE_ERRORS];
+    if (!st && fresh && !c->overwrite && errors->f.fd >= 0 && errors->f.end)
+        st = bg_fail(err, BG_FORMAT,
+                     "%s: is in the way: it holds something, but there are no results of this job "
+                     "yet; move it, name another one, or start anew with --overwrite",
+                     errors->path);
     if (!st && !fresh) st = go_on(w, &r, rec, err);
     bg_recovery_release(&r);
     return st;

@@ -51,7 +51,7 @@ struct bg_writer {
     bool finished;
     bool differs, adopted; /* differs: must be rewritten before anything else */
     bool begun;            /* something was written; before, these say what there is to do first: */
-    bool fresh, overwrite;
+    bool fresh;
     uint64_t journal_cut, side_cut[BG_SIDES]; /* where the files are whole up to */
     bg_error why; /* the failure that ended it; every later call returns it */
 };

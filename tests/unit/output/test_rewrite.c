@@ -264,6 +264,7 @@ Test(rewrite, renumbered_output)
         c.may_differ = NULL;
         cr_assert_eq(bg_writer_open(&j.w, &c, &rec, &err), BG_OK, "%s", err.text);
         cr_expect(!rec.differs && rec.n_records == 24 && rec.n_failed == 0);
+        cr_expect(rec.input_end == 0 && rec.n_partials == 0, "of the input before");
         end_job(&j);
         json_decref(identity);
         identity = identity_of();

@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import struct
@@ -84,6 +85,7 @@ class Faults(unittest.TestCase):
         return ["run", self.input, "-o", self.out, "-m", MODEL, "-q", *SMALL, *more]
 
     def clean(self):
+        """Where a job starts: from nothing."""
         for name in os.listdir(self.dir):
             if name.startswith("out"):
                 os.unlink(f"{self.dir}/{name}")
@@ -207,6 +209,28 @@ class Disk(Faults):
                         with self.subTest(where):
                             self.one(where, env, *EACH, codes=codes, says=says)
 
+    def test_every_write_to_standard_output(self):
+        """No journal there: a failure is told, and what came out are whole lines of the right results."""
+        args = ["run", self.input, "-o", "-", "-m", MODEL, "-q", *SMALL, *EACH]
+        path = f"{self.dir}/stdout.txt"
+        for i in range(1, 99):
+            for how in ("ENOSPC", "EIO", "short", "EINTR", "short+ENOSPC"):
+                env = fault("write", i, how, "stdout.txt", count=self.fresh_counts())
+                with open(path, "wb") as f:
+                    p = subprocess.run([BATCHGEN, *args], env=env, stdout=f, stderr=subprocess.PIPE, timeout=60)
+                harmless = how in ("short", "EINTR") or not self.counts()[3]
+                self.assertEqual(p.returncode, 1 if harmless else 74, f"write {i}: {how}: {p.stderr}")
+                with open(path, "rb") as f:
+                    got = f.read().split(b"\n")
+                if harmless:
+                    self.assertEqual(sorted(got[:-1]), self.want)
+                else:
+                    self.assertIn(b"standard output", p.stderr)
+                self.assertTrue(set(got[:-1]) <= set(self.want))
+            if not self.counts()[3]:
+                break
+        self.assertGreater(i, 3)
+
 
 class Memory(Faults):
     def sweep(self, call, who, most, codes, *more, how="ENOMEM", **what):
@@ -219,6 +243,12 @@ class Memory(Faults):
 
     def test_allocations_of_the_coordinator(self):
         self.sweep("alloc", "main", 80, (1, 70, 74))
+
+    def test_allocations_with_everything_beside(self):
+        """Summary, metrics, log: whatever they miss, the results are right."""
+        more = ["--summary", f"{self.dir}/out.sum", "--metrics-file", f"{self.dir}/out.prom", "--log-file", f"{self.dir}/out.log",
+                "--log-level", "debug", "--log-format", "json", "--strict-model", "--max-failed", "5", "--limit", "7", *EACH]
+        self.sweep("alloc", "main", 40, (1, 70, 74), *more)
 
     def test_allocations_of_a_rank(self):
         self.sweep("alloc", "grandchild", 30, (1, 69, 70, 74))
@@ -233,6 +263,219 @@ class Memory(Faults):
                           ("pipe2", "main"), ("eventfd", "main"), ("signalfd", "main"), ("signalfd", "child"),
                           ("fcntl", "child"), ("open", "child")):
             self.sweep(call, who, 20, (66, 69, 70, 74), how="EAGAIN" if call in ("fork", "pthread_create") else "EMFILE")
+
+
+class States(Faults):
+    """Faults in what a job does besides running: going on, taking out, renumbering, sorting, two files."""
+    EVERY = (("write", ("ENOSPC", "EIO", "short+EDQUOT")), ("sync", ("EIO", "ENOSPC")), ("ftruncate", ("EIO",)),
+             ("rename", ("EIO", "ENOSPC")), ("open", ("EMFILE", "ENOSPC")), ("unlink", ("EIO",)), ("flock", ("ENOLCK",)),
+             ("fstat", ("EIO",)), ("close", ("EIO",)), ("read", ("EIO",)), ("alloc", ("ENOMEM",)))
+    MOST = 24
+
+    def setUp(self):
+        super().setUp()
+        self.state = {}
+        self.errors = None
+        self.in_order = False
+
+    def clean(self):
+        super().clean()
+        for name, data in self.state.items():
+            with open(f"{self.dir}/{name}", "wb") as f:
+                f.write(data)
+
+    def keep(self):
+        """What is there now is where each run starts."""
+        self.state = {}
+        for name in os.listdir(self.dir):
+            if name.startswith("out"):
+                with open(f"{self.dir}/{name}", "rb") as f:
+                    self.state[name] = f.read()
+
+    def committed(self, path=None):
+        got = results(self.out) if os.path.exists(self.out) else []
+        if self.errors and os.path.exists(self.errors):
+            wrong = results(self.errors)
+            for line in wrong:
+                self.assertIn(b'"error"', line)
+            got = got + wrong
+        return got if self.in_order else sorted(got)
+
+    def readable(self, where):
+        """Half-way between two sets of files only the next start knows them; but lines are whole."""
+        if self.in_order or self.state:
+            for line in results(self.out) if os.path.exists(self.out) and not self.torn() else []:
+                json.loads(line)
+        else:
+            super().readable(where)
+
+    def torn(self):
+        """An uncommitted tail may end anywhere."""
+        with open(self.out, "rb") as f:
+            data = f.read()
+        return data and (self.out.endswith(".lz4") or not data.endswith(b"\n"))
+
+    def every(self, *more):
+        for call, hows in self.EVERY:
+            n = self.count(*more, call=call, path=None if call == "alloc" else "out")[0]
+            for i in self.sample(n, self.MOST):
+                for how in hows if FULL else (hows[i % len(hows)],):
+                    where = f"{call} {i} of {n}: {how}"
+                    env = fault(call, i, how, path=None if call == "alloc" else "out", start=i % 2 == 0)
+                    with self.subTest(where):
+                        self.one(where, env, *more, codes=(1, 70, 73, 74))
+
+    def half(self, *more):
+        """A job that is killed after some of its commits."""
+        self.clean()
+        p = subprocess.run([BATCHGEN, *self.args(*EACH, *more)], capture_output=True,
+                           env=fault("sync", 9, "sig9", path="out"))
+        self.assertEqual(p.returncode, -9, p.stderr)
+        self.keep()
+
+    def test_going_on(self):
+        for out in ("out.jsonl", "out.jsonl.lz4"):
+            self.out = f"{self.dir}/{out}"
+            self.state = {}
+            self.half()
+            self.every(*EACH)
+
+    def test_two_files(self):
+        self.errors = f"{self.dir}/out.errors.jsonl"
+        self.every(*EACH, "--error-file", self.errors)
+        self.half("--error-file", self.errors)
+        self.every(*EACH, "--error-file", self.errors)
+
+    def test_sorting(self):
+        lines = {json.loads(x).get("custom_id") or json.loads(x)["id"]: x for x in self.want}
+        self.want = [lines[x] for x in "abcdefg"]
+        self.in_order = True
+        self.every("--ordered")
+
+    def test_failed_ones_again(self):
+        self.clean()
+        self.start(environment())
+        self.keep()
+        self.every("--retry-failed")
+
+    def test_changed_input(self):
+        self.clean()
+        self.start(environment())
+        self.keep()
+        changed = records()
+        del changed[1]
+        changed[2]["prompt"] = "nobody has been"
+        changed.reverse()
+        self.input = write_lines(f"{self.dir}/changed.jsonl", changed)
+        os.replace(self.input, f"{self.dir}/in2.jsonl")
+        self.input = f"{self.dir}/in2.jsonl"
+        self.start(environment(), "--on-input-change=match")
+        self.want = sorted(results(self.out))
+        self.assertEqual(len(self.want), 6)
+        self.every("--on-input-change=match")
+
+
+class Commands(Faults):
+    """The other commands: they succeed with what they always say, or say that they do not."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.results = f"{cls.dir}/made.jsonl"
+        for name, more in (("made.jsonl", []), ("made.jsonl.lz4", []), ("shard1.jsonl", ["--shard", "1/2"]),
+                           ("shard2.jsonl", ["--shard", "2/2"])):
+            batchgen("run", cls.input, "-o", f"{cls.dir}/{name}", "-m", MODEL, *SMALL, *EACH, *more, code=None)
+
+    def files(self):
+        """What a command has made; a journal's start times are other ones each time."""
+        got = {}
+        for name in sorted(os.listdir(self.dir)):
+            if name.startswith("out"):
+                got[name] = None
+                if name.endswith(".journal"):
+                    continue
+                with open(f"{self.dir}/{name}", "rb") as f:
+                    got[name] = f.read()
+        return got
+
+    @staticmethod
+    def ageless(text):
+        return re.sub(rb"[0-9.]+ ?[a-z]+ ago", b"X ago", text)
+
+    def try_out(self, where, args, env, want, before):
+        self.clean()
+        for name, data in before.items():
+            with open(f"{self.dir}/{name}", "wb") as f:
+                f.write(data)
+        try:
+            p = subprocess.run([BATCHGEN, *args], env=dict(env, FAULT_COUNT=self.fresh_counts()), capture_output=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            self.fail(f"{where}: hangs")
+        if p.returncode == want[0]:
+            self.assertEqual(self.ageless(p.stdout), self.ageless(want[1]), where)
+            self.assertEqual(self.files(), want[2], where)
+            for name in want[2]:
+                if name.endswith(".journal"):
+                    batchgen("cat", f"{self.dir}/{name[:-8]}")
+        else:
+            self.assertIn(p.returncode, (70, 73, 74), f"{where}: {p.returncode} {p.stderr}")
+            self.assertTrue(p.stderr.startswith(b"batchgen: "), f"{where}: {p.stderr}")
+            self.assertNotIn(b"this is a bug", p.stderr, where)
+        return p.returncode
+
+    def sweep(self, args, most=30, before=(), calls=(("alloc", ("ENOMEM",)),)):
+        before = dict(before)
+        for name, data in before.items():
+            with open(f"{self.dir}/{name}", "wb") as f:
+                f.write(data)
+        self.clean()
+        for name, data in before.items():
+            with open(f"{self.dir}/{name}", "wb") as f:
+                f.write(data)
+        p = subprocess.run([BATCHGEN, *args], env=environment(), capture_output=True, timeout=60)
+        want = p.returncode, p.stdout, self.files()
+        self.assertIn(p.returncode, (0, 1, 65), p.stderr)
+        failed = 0
+        for call, hows in calls:
+            what = None if call == "alloc" else "out|made|shard"
+            self.try_out("count", args, fault(call, path=what), want, before)
+            n = self.counts()[0]
+            for i in self.sample(n, most):
+                for how in hows if FULL else (hows[i % len(hows)],):
+                    where = f"{args[0]}: {call} {i} of {n}: {how}"
+                    with self.subTest(where):
+                        failed += self.try_out(where, args, fault(call, i, how, path=what, start=i % 2 == 0), want,
+                                               before) != want[0]
+        self.assertGreater(failed, 0)
+        # and a run without a fault over whatever the last one left
+        p = subprocess.run([BATCHGEN, *args], env=environment(), capture_output=True, timeout=60)
+        return p.returncode, p.stderr
+
+    FILES = (("alloc", ("ENOMEM",)), ("write", ("ENOSPC", "EIO", "short+EDQUOT")), ("sync", ("EIO",)), ("read", ("EIO",)),
+             ("open", ("EMFILE", "EIO")), ("rename", ("EIO",)))
+
+    def test_check(self):
+        self.sweep(["check", self.input, "-m", MODEL, "--text-threads", "1"], most=60)
+        self.sweep(["check", self.input, "--json", "--text-threads", "1"])
+
+    def test_status(self):
+        for name in ("made.jsonl", "made.jsonl.lz4"):
+            self.sweep(["status", f"{self.dir}/{name}"], calls=self.FILES[:1] + self.FILES[3:5])
+
+    def test_cat(self):
+        self.sweep(["cat", f"{self.dir}/made.jsonl.lz4"], calls=self.FILES[:1] + self.FILES[3:5])
+        self.sweep(["cat", f"{self.dir}/made.jsonl", "--ordered", "--fields", "id,text"])
+        for name in ("out.jsonl", "out.jsonl.gz"):
+            self.sweep(["cat", f"{self.dir}/made.jsonl", "--ordered", "-o", f"{self.dir}/{name}"], calls=self.FILES)
+
+    def test_merge(self):
+        code, err = self.sweep(["merge", f"{self.dir}/shard1.jsonl", f"{self.dir}/shard2.jsonl", "-o", f"{self.dir}/out.m.jsonl"],
+                               calls=self.FILES)
+
+    def test_repair(self):
+        with open(f"{self.dir}/made.jsonl", "rb") as f:
+            data = f.read()
+        self.sweep(["repair", f"{self.dir}/out.r.jsonl"], calls=self.FILES, before={"out.r.jsonl": data})
 
 
 class Inputs(Faults):

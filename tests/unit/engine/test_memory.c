@@ -154,6 +154,17 @@ static void each_in_turn(bool from_there_on)
     cr_assert_gt(n_failed, 30);
 }
 
+Test(engine_memory, nothing_fails)
+{
+    static sequence all[N_SEQS];
+    bg_error err = {0};
+    for (int i = 0; i < N_SEQS; i++)
+        make(&all[i], i);
+    cr_assert_eq(live(all, &err), BG_OK, "%s", err.text);
+    for (int i = 0; i < N_SEQS; i++)
+        cr_assert(all[i].n_last == 1 && all[i].n_got == all[i].n_want);
+}
+
 Test(engine_memory, each_allocation_fails_once)
 {
     each_in_turn(false);

@@ -246,7 +246,7 @@ bg_status bg_feed_open(bg_feed **out, const bg_feed_config *c, bg_error *err)
     bg_feed *f = calloc(1, sizeof *f);
     if (!f) return bg_fail(err, BG_NOMEM, "out of memory");
     f->c = *c;
-    f->wall_s = bg_job_wall_s(c->job);
+    f->wall_s = c->wall_s ? c->wall_s : bg_job_wall_s(c->job);
     defaults_of(c->job, &f->defaults);
     f->limits =
         (bg_request_limits){.max_n = (int)c->job->max_n, .max_nesting = (int)c->job->max_nesting};

@@ -33,6 +33,7 @@ typedef struct bg_feed_config {
     /* Whether a record has its result already; NULL: none has. Called by the reader. */
     bool (*is_done)(void *ctx, int64_t record);
     void *ctx;
+    int64_t wall_s; /* the time that templates see; 0: bg_job_wall_s() */
     bg_log *log;
 } bg_feed_config;
 
@@ -50,7 +51,8 @@ void bg_feed_progress(bg_feed *f, uint64_t *read, uint64_t *total, int64_t *reco
  * shard is another job, not a selection). *out is the caller's; NULL: out of memory. */
 char *bg_job_selection(const bg_job *job);
 
-/* The time that templates see: a fixed day for a given input, so that resuming renders the same. */
+/* The time that templates see: a day of the input, so that a check renders what a run will. A job
+ * that goes on keeps the one it began with, which its journal knows. */
 int64_t bg_job_wall_s(const bg_job *job);
 
 #endif

@@ -86,7 +86,6 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "max_result", json_integer(job->max_result));
     set(o, "template_steps", json_integer(job->template_steps));
     set(o, "shard", shard_name(job));
-    set(o, "error_file", bg_json_name(job->error_file ? job->error_file : ""));
     set(o, "chat_template",
         job->chat_template ? template_hash(job, err) : json_string("model's own"));
     set(o, "seed", json_integer(job->seed));
@@ -101,7 +100,7 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "min_tokens", json_integer(job->min_tokens));
     set(o, "ignore_eos", json_boolean(job->ignore_eos));
     set(o, "stop", list_text(&job->stop));
-    if (json_object_size(o) == 31) return o;
+    if (json_object_size(o) == 30) return o;
     bg_fail(err, BG_NOMEM, "out of memory for the job's identity");
     json_decref(o);
     return NULL;

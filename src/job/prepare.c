@@ -220,6 +220,7 @@ static bg_status open_output(bg_prepared *p, const bg_job *job, bg_out_lock *tak
                                  .error_path = job->error_file,
                                  .format = output_format(job->output),
                                  .identity = p->identity,
+                                 .started_s = p->wall_s,
                                  .may_differ =
                                      job->on_input_change == BG_INPUT_MATCH ? "input_bytes" : NULL,
                                  .selection = p->selection,
@@ -231,10 +232,30 @@ static bg_status open_output(bg_prepared *p, const bg_job *job, bg_out_lock *tak
     return bg_writer_open(&p->writer, &wc, &p->recovered, err);
 }
 
+/* What a job decided when it began stays so, whatever memory and clocks say when it goes on: a
+ * context that was chosen by the memory that was free, and the time that templates see. */
+static bg_status keep_decisions(bg_prepared *p, const bg_job *job, int64_t *max_model_len,
+                                bg_error *err)
+{
+    json_t *was = NULL;
+    bg_status st = BG_OK;
+    *max_model_len = job->max_model_len;
+    if (!is_stream(job->output) && !job->overwrite)
+        st = bg_out_first(job->output, &was, &p->wall_s, err);
+    const char *model = json_string_value(json_object_get(was, "model"));
+    if (!*max_model_len && model && strcmp(model, p->model.fingerprint) == 0)
+        *max_model_len = json_integer_value(json_object_get(was, "max_model_len"));
+    json_decref(was);
+    if (!p->wall_s) p->wall_s = bg_job_wall_s(job);
+    return st;
+}
+
 static bg_status model_and_plan(bg_prepared *p, const bg_job *job, bg_error *err)
 {
+    bg_job planned = *job; /* what it points to stays the job's */
     bg_status st = bg_text_model_open(&p->model, job, err);
-    if (!st) st = bg_plan_memory(&p->plan, job, &p->model, err);
+    if (!st) st = keep_decisions(p, job, &planned.max_model_len, err);
+    if (!st) st = bg_plan_memory(&p->plan, &planned, &p->model, err);
     if (!st) p->model.max_model_len = p->plan.max_model_len;
     return st;
 }

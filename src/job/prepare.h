@@ -15,6 +15,7 @@ typedef struct bg_prepared {
     bg_recovered recovered;
     json_t *identity;
     char *selection;
+    int64_t wall_s;     /* the time that templates see */
     bool nothing_to_do; /* the output is finished */
 } bg_prepared;
 

@@ -427,8 +427,12 @@ static bg_status start(run *r, bg_error *err)
                                  .log = r->log};
     if (!st) st = bg_engine_new(&r->engine, r->ranks, &ec, err);
     if (!st) bg_collect_set_engine(r->collect, r->engine);
-    const bg_feed_config fc = {
-        .job = r->job, .model = &r->p.model, .is_done = is_done, .ctx = r->p.writer, .log = r->log};
+    const bg_feed_config fc = {.job = r->job,
+                               .model = &r->p.model,
+                               .is_done = is_done,
+                               .ctx = r->p.writer,
+                               .wall_s = r->p.wall_s,
+                               .log = r->log};
     if (!st) st = bg_feed_open(&r->feed, &fc, err);
     if (!st && r->job->metrics_file) {
         write_metrics(r);

@@ -142,6 +142,7 @@ typedef struct bg_writer_config {
     bg_out_format format;
     const json_t *identity; /* flat object of strings, integers and reals: everything that must
                                match to resume */
+    int64_t started_s;      /* when the job began, for whoever asks the journal; bg_out_first() */
     const char *may_differ; /* a name in identity whose difference is told, not refused; or NULL */
     const char *selection; /* which part of the input is wanted ("" or NULL: all). A finished output
                               of another selection is unfinished */
@@ -153,6 +154,11 @@ typedef struct bg_writer_config {
     int level;              /* LZ4 level; 0: fast */
     uint64_t fold_bytes;    /* fold the journal when it has grown by this much; 0: 64 MiB */
 } bg_writer_config;
+
+/* What the journal of an output says of its job: its identity (the caller's to decref; NULL: there
+ * is no journal, or it does not know) and started_s (0: not known). For what must stay as it was
+ * when the job began. BG_IO, BG_NOMEM. */
+bg_status bg_out_first(const char *path, json_t **identity, int64_t *started_s, bg_error *err);
 
 typedef struct bg_writer bg_writer;
 

@@ -81,6 +81,7 @@ void bg_recover_identity(const bg_writer_config *c, bg_buf *out)
         bg_buf_json(out, name, strlen(name));
         bg_buf_printf(out, ",\"format\":\"%s\"}", format_name(bg_out_format_of(name)));
     }
+    if (c->started_s) bg_buf_printf(out, ",\"started\":%lld", (long long)c->started_s);
     bg_buf_str(out, ",\"identity\":");
     bg_buf_str(out, text);
     bg_buf_char(out, '}');
@@ -658,4 +659,28 @@ void bg_recover_holder(const char *journal_name, char *out, size_t size)
     }
     bg_journal_reader_release(&reader);
     close(reader.fd);
+}
+
+bg_status bg_out_first(const char *path, json_t **identity, int64_t *started_s, bg_error *err)
+{
+    *identity = NULL;
+    *started_s = 0;
+    char *name;
+    if (asprintf(&name, "%s.journal", path) < 0)
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", path);
+    bg_journal_reader reader = {.fd = open(name, O_RDONLY | O_CLOEXEC), .name = name};
+    bg_journal_entry e = {0};
+    bool got = false;
+    bg_status st = BG_OK;
+    if (reader.fd >= 0) st = bg_journal_next(&reader, &e, &got, err);
+    if (!st && got && e.object) {
+        json_t *id = json_object_get(e.object, "identity");
+        if (json_is_object(id)) *identity = json_incref(id);
+        *started_s = json_integer_value(json_object_get(e.object, "started"));
+    }
+    json_decref(e.object);
+    bg_journal_reader_release(&reader);
+    if (reader.fd >= 0) close(reader.fd);
+    free(name);
+    return st;
 }

@@ -377,7 +377,7 @@ class Campaign:
                        if self.shape.shards == 1 or r % self.shape.shards == shard - 1}
         self.old_job, self.edited = None, False
         self.kills, self.starts, self.verified, self.busy = {}, 0, 0, 0
-        self.regained = self.gave_up = self.replacing = self.tails = 0
+        self.regained = self.gave_up = self.replacing = self.tails = self.looks = self.repairs = 0
 
     def made(self):
         return sum(self.kills.values())
@@ -452,6 +452,42 @@ class Campaign:
         self.verified += len(new.results)
         self.tails += new.tail > 0
         return new
+
+    # -- what else a user does in between
+
+    def command(self, *args):
+        p = subprocess.run([BATCHGEN, *args], capture_output=True, env=environment(), timeout=HANG, stdin=subprocess.DEVNULL)
+        return p.returncode, p.stdout, p.stderr.decode(errors="replace")[-500:]
+
+    def look(self):
+        """status and cat agree with what was found, and change nothing."""
+        files = [self.job.out, self.job.out + ".journal"]
+        before = [read(f) for f in files]
+        code, out, err = self.command("cat", self.job.out)
+        have = [line for part, line in self.state.results.values() if part == 0]
+        require(code == 0 and sorted(out.split(b"\n")[:-1]) == sorted(have), "cat: exit", code, err, len(have), "results are committed")
+        code, out, err = self.command("status", self.job.out, "--json")
+        require(code in (0, 1, 75) and json.loads(out)["records"]["done"] == len(self.state.results), "status: exit", code, err, out[:500])
+        require([read(f) for f in files] == before, "status or cat changed files")
+        self.looks += 1
+
+    def lose_journal(self):
+        """repair makes it anew, and no result is lost by that."""
+        os.unlink(self.job.out + ".journal")
+        code, _, err = self.command("repair", self.job.out, *([self.job.errors] if self.job.errors else []))
+        require(code == 0, "repair: exit", code, err)
+        self.state.journal.partial = {}  # tokens in flight were in the lost journal only
+        self.verify()
+        self.repairs += 1
+
+    def disturb(self):
+        if self.state.stage != "open" or not self.state.results or not self.state.journal.commits:
+            return
+        dice = self.rnd.random()
+        if dice < 0.15:
+            self.look()
+        elif dice < 0.2 and not self.shape.edit:
+            self.lose_journal()
 
     # -- moments
 
@@ -632,6 +668,7 @@ class Campaign:
             self.gone(family)
             if p.returncode in (-signal.SIGKILL, -signal.SIGTERM) and struck:  # SIGTERM: before it is handled
                 self.verify(retried)
+                self.disturb()
                 return False
             return self.ended(p, before, struck, retried)
         finally:
@@ -718,7 +755,7 @@ def campaign_work(ref, folder, model, seed, budget, stop_file, deadline, shard):
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
         return {"why": why, "kills": c.kills, "starts": c.starts, "verified": c.verified, "busy": c.busy,
-                "regained": c.regained, "gave_up": c.gave_up, "replacing": c.replacing, "tails": c.tails, "dir": folder, "shape": c.shape.name, "results": len(c.state.results)}
+                "regained": c.regained, "gave_up": c.gave_up, "replacing": c.replacing, "tails": c.tails, "looks": c.looks, "repairs": c.repairs, "dir": folder, "shape": c.shape.name, "results": len(c.state.results)}
     return work
 
 
@@ -746,6 +783,7 @@ def report(total, missing, began):
           f"{total['busy']} starts found the lock still held by a dying process, {total['gave_up']} ended with 69")
     print(f"  {total['tails']} kills fell between results and their journal entry, {total['replacing']} between the first and the "
           "last step of replacing files")
+    print(f"  cat and status agreed {total['looks']} times, {total['repairs']} journals were lost and repaired")
     for name, why in missing.items():
         print(f"  not there, not tested: {name} ({why})")
 
@@ -791,7 +829,7 @@ def make_models(shapes, top):
 def run_all(o, shapes, top, began, deadline):
     models = make_models(shapes, top)
     refs, missing, running = {}, {}, {}
-    total = {"kills": {}, "starts": 0, "verified": 0, "campaigns": 0, "busy": 0, "regained": 0, "gave_up": 0, "replacing": 0, "tails": 0, "shapes": {}}
+    total = {"kills": {}, "starts": 0, "verified": 0, "campaigns": 0, "busy": 0, "regained": 0, "gave_up": 0, "replacing": 0, "tails": 0, "looks": 0, "repairs": 0, "shapes": {}}
     stop_file, bad, number = f"{top}/stop", None, 0
     rnd = random.Random(o.seed)
 
@@ -842,7 +880,7 @@ def run_all(o, shapes, top, began, deadline):
                 os.waitpid(pid, 0)
                 got = json.loads(answer) if answer else {"why": "the campaign's process failed", "kills": {}, "shape": "?", "dir": top}
                 add_up(total["kills"], got["kills"])
-                for k in ("starts", "verified", "busy", "regained", "gave_up", "replacing", "tails"):
+                for k in ("starts", "verified", "busy", "regained", "gave_up", "replacing", "tails", "looks", "repairs"):
                     total[k] += got.get(k, 0)
                 total["campaigns"] += 1
                 add_up(total["shapes"], {got["shape"]: sum(n for k, n in got["kills"].items() if "not a kill" not in k)})
@@ -875,8 +913,6 @@ def merged(merging, folder, ref, running, top):
         return None
     out = f"{folder}-merged.jsonl"
     p = subprocess.run([BATCHGEN, "merge", *done, "-o", out], capture_output=True, env=environment())
-    if p.returncode == 64 and b"merge" in p.stderr:
-        return None
     have = sorted((read(out) or b"").split(b"\n")[:-1])
     if p.returncode not in (0, 1) or have != sorted(line for _, line in ref.results.values()):
         return {"shape": shape.name, "why": f"merged shards differ: exit {p.returncode} {p.stderr[-300:]}", "dir": folder}

@@ -1,5 +1,6 @@
 #include "job/collect.h"
 
+#include <assert.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -32,8 +33,8 @@ typedef struct choice { /* one sequence of a record */
     int32_t stop_id;
     bg_detok *detok;
     bg_buf text;
-    bg_ids ids;        /* output tokens so far */
-    bg_sampled *infos; /* one a token, when logprobs were asked for */
+    bg_ids ids;      /* output tokens so far */
+    bg_probs *infos; /* one a token, when logprobs were asked for */
     size_t cap_infos;
 } choice;
 
@@ -180,11 +181,33 @@ static void fill_spec(const bg_collect *c, record *r, int i)
                                 .bias = r->bias,
                                 .n_stop_ids = q->n_stop_ids + (int)n_eog,
                                 .stop_ids = r->stop_ids};
-    const bg_partial *p = g->logprobs < 0 ? find_partial(c, q->record, i) : NULL;
-    if (p && p->n_tokens < s->max_tokens) {
+    const bg_partial *p = find_partial(c, q->record, i);
+    if (p && p->n_tokens < s->max_tokens && !p->probs == (g->logprobs < 0)) {
         s->regained = p->tokens;
         s->n_regained = p->n_tokens;
     }
+}
+
+/* Room for the info of each token, one more than there are. */
+static bool room_for_infos(choice *ch, size_t n)
+{
+    if (n <= ch->cap_infos) return true;
+    size_t cap = ch->cap_infos * 2 > n ? ch->cap_infos * 2 : n + 64;
+    bg_probs *p = realloc(ch->infos, cap * sizeof *p);
+    if (!p) return false;
+    ch->infos = p;
+    ch->cap_infos = cap;
+    return true;
+}
+
+/* The infos of tokens that an earlier run had. */
+static bool regain_infos(const bg_collect *c, choice *ch, int n)
+{
+    const bg_partial *p = n ? find_partial(c, ch->rec->item->req.record, ch->index) : NULL;
+    if (!p || !p->probs) return true;
+    if (!room_for_infos(ch, (size_t)n)) return false;
+    memcpy(ch->infos, p->probs, (size_t)n * sizeof *ch->infos);
+    return true;
 }
 
 static bool init_choices(const bg_collect *c, record *r)
@@ -206,7 +229,8 @@ static bool init_choices(const bg_collect *c, record *r)
             bg_ids_add(&ch->ids, r->specs[i].regained[k]);
             bg_detok_add(ch->detok, r->specs[i].regained[k], &ch->text);
         }
-        if (ch->ids.failed || ch->text.failed) return false;
+        if (ch->ids.failed || ch->text.failed || !regain_infos(c, ch, r->specs[i].n_regained))
+            return false;
     }
     return true;
 }
@@ -302,9 +326,9 @@ static bool token_infos(const bg_collect *c, const choice *ch, bg_token_info **i
     if (!*infos || !*tops) return false;
     bg_top_text *t = *tops;
     for (size_t i = 0; i < n; i++) {
-        const bg_sampled *s = &ch->infos[i];
+        const bg_probs *s = &ch->infos[i];
         (*infos)[i] = (bg_token_info){
-            .chosen = token_text(c, s->token, s->logprob), .top = t, .n_top = s->n_top};
+            .chosen = token_text(c, ch->ids.v[i], s->logprob), .top = t, .n_top = s->n_top};
         for (int k = 0; k < s->n_top; k++)
             *t++ = token_text(c, s->top[k].token, s->top[k].logprob);
     }
@@ -522,16 +546,18 @@ static void close_choice(choice *ch, bg_finish why)
     ch->rec->n_closed++;
 }
 
+/* Of the token just added. */
 static bool keep_info(choice *ch, const bg_sampled *s)
 {
-    if (ch->ids.n > ch->cap_infos) {
-        size_t cap = ch->cap_infos ? ch->cap_infos * 2 : 64;
-        bg_sampled *p = realloc(ch->infos, cap * sizeof *p);
-        if (!p) return false;
-        ch->infos = p;
-        ch->cap_infos = cap;
+    static_assert((int)BG_PROBS_TOP == (int)BG_MAX_TOP_LOGPROBS, "a sample's alternatives fit");
+    if (!room_for_infos(ch, ch->ids.n)) return false;
+    bg_probs *p = &ch->infos[ch->ids.n - 1];
+    p->logprob = s->logprob;
+    p->n_top = s->n_top;
+    for (int k = 0; k < s->n_top; k++) {
+        p->top[k].token = s->top[k].token;
+        p->top[k].logprob = s->top[k].logprob;
     }
-    ch->infos[ch->ids.n - 1] = *s;
     return true;
 }
 
@@ -597,7 +623,7 @@ static const bg_partial *partials(void *p, int *n)
     bg_collect *c = p;
     *n = 0;
     for (record *r = c->first; r; r = r->next) {
-        if (r->item->req.gen.logprobs >= 0 || r->written) continue;
+        if (r->written) continue;
         for (int i = 0; i < r->n_choices; i++) {
             choice *ch = &r->choices[i];
             /* Of a complete choice that waits for the record's others, all but the last token: that
@@ -611,7 +637,12 @@ static const bg_partial *partials(void *p, int *n)
                 c->partials = v;
                 c->cap_partials = cap;
             }
-            c->partials[(*n)++] = (bg_partial){r->item->req.record, i, ch->ids.v, n_tokens};
+            c->partials[(*n)++] =
+                (bg_partial){.record = r->item->req.record,
+                             .choice = i,
+                             .tokens = ch->ids.v,
+                             .n_tokens = n_tokens,
+                             .probs = r->item->req.gen.logprobs >= 0 ? ch->infos : NULL};
         }
     }
     return c->partials;

@@ -94,12 +94,24 @@ bool bg_ranges_parse(bg_ranges *s, const char *text,
 
 typedef enum bg_out_format { BG_OUT_LZ4, BG_OUT_PLAIN } bg_out_format;
 
+enum { BG_PROBS_TOP = 20 };
+
 /* Tokens that a sequence in flight has so far: what lets a long generation go on after a crash. */
+typedef struct bg_probs { /* what a record that asks for logprobs has beside each token */
+    float logprob;        /* of the token; finite, or -inf */
+    int32_t n_top;
+    struct {
+        int32_t token;
+        float logprob;
+    } top[BG_PROBS_TOP];
+} bg_probs;
+
 typedef struct bg_partial {
     int64_t record;
     int choice;
     int32_t *tokens; /* all so far */
     int n_tokens;
+    bg_probs *probs; /* n_tokens of them; NULL: not asked for */
 } bg_partial;
 
 /* A result's key: what it answers, for --on-input-change=match. The upper half is a hash of the id,

@@ -4,7 +4,8 @@
  * before:
  * {"record":r,"choice":c,"from":k,"tokens":[...]}, where k tokens were there already. from may be
  * less than what was there: then the sequence was started again, and what is behind k is replaced.
- */
+ * With "logprobs":[[P,T,P,...],...] for a record that asks for them: of each token its own, then
+ * each alternative with its; null is -inf. */
 #ifndef BG_OUTPUT_PARTIALS_H
 #define BG_OUTPUT_PARTIALS_H
 
@@ -26,8 +27,8 @@ bool bg_partials_print(const bg_partials *p, bg_buf *out, bool *any);
 /* Forgets what belongs to records in `done`. */
 void bg_partials_drop(bg_partials *p, const bg_ranges *done);
 void bg_partials_clear(bg_partials *p); /* forgets all */
-/* Ends replaying: all of them, as an array that lives as long as p, whatever p forgets. Called once.
- * False: no memory. */
+/* Ends replaying: all of them, as an array that lives as long as p, whatever p forgets. Called
+ * once. False: no memory. */
 bool bg_partials_list(bg_partials *p, bg_partial **list, int *n);
 
 #endif

@@ -4,13 +4,14 @@ import gzip
 import json
 import os
 import random
+import resource
 import select
 import signal
 import subprocess
 import tempfile
 import unittest
 
-from common import (LONG, MODEL, TMP, alive, batchgen, by_line, commits, descendants, digest, environment,
+from common import (LONG, MODEL, SANITIZED, TMP, alive, batchgen, by_line, commits, descendants, digest, environment,
                     make_model, prompts, results, start_job, wait_for_commits, write_lines)
 
 
@@ -82,6 +83,37 @@ class Run(unittest.TestCase):
         self.assertGreaterEqual(kills, 2)
         batchgen("run", *args)
         self.assertEqual(sorted(by_line(out).items()), want)
+
+    def test_logprobs_and_choices_in_flight_survive_a_kill(self):
+        records = [{"id": f"r{i}", "prompt": f"the sea {i}", "max_tokens": 500, "ignore_eos": True,
+                    "logprobs": i % 4 + 1, "n": 1 + i % 2} for i in range(6)]
+        inp = write_lines(f"{self.dir}/lp.jsonl", records)
+        args = ["-m", MODEL, "--commit-interval", "0.02", "--commit-bytes", "1"]
+        batchgen("run", inp, "-o", self.out("undisturbed.jsonl"), *args)
+        out = self.out("killed.jsonl")
+        for n in (2, 5, 9):
+            job = start_job(inp, "-o", out, *args)
+            self.assertTrue(wait_for_commits(job, out, n))
+            job.kill()
+            job.communicate()
+        batchgen("run", inp, "-o", out, *args, "--summary", self.out("sum.json"))
+        self.assertEqual(by_line(out), by_line(self.out("undisturbed.jsonl")))
+        with open(self.out("sum.json")) as f:  # tokens saved are not generated again
+            self.assertLess(json.load(f)["usage"]["output_tokens"], 9 * 500)
+
+    @unittest.skipIf(SANITIZED, "needs a limit of address space")
+    def test_what_was_chosen_at_the_start_stays(self):
+        """A context that depends on free memory is no other job when there is more of it later."""
+        def run(kib, *more):
+            limit = (kib << 10, kib << 10)
+            batchgen("run", self.input, "-o", self.out("c.jsonl"), "-m", MODEL, *more,
+                     preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit))
+        run(1000000, "--limit", "5")
+        run(1400000)
+        with open(self.out("c.jsonl.journal")) as f:
+            first = json.loads(f.readline().rsplit(" ", 1)[0])
+        self.assertLess(first["identity"]["max_model_len"], 131072)
+        self.assertEqual(len(by_line(self.out("c.jsonl"))), 40)
 
     def test_worker_killed(self):
         want = self.run_job("undisturbed.jsonl", *LONG)

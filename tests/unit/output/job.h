@@ -8,6 +8,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -154,6 +155,7 @@ typedef struct job {
     int now;     /* the record being made, for partials */
     bg_partial list[3];
     int32_t tokens[3][64];
+    bg_probs probs[3][64];
     bg_writer *w;
 } job;
 
@@ -207,6 +209,29 @@ UNUSED static int32_t token_of(int64_t record, int choice, int i)
     return (int32_t)(record * 1000 + choice * 100 + i);
 }
 
+/* Log-probabilities of a token, of every third record: odd floats, none, and infinity. */
+UNUSED static bg_probs probs_of(int64_t record, int t)
+{
+    static const float odd[] = {-0.0f, 0.0f,         -1.17549435e-38f, -3.40282347e+38f,
+                                -0.1f, -16777217.0f, -INFINITY,        -5.0f};
+    bg_probs p = {.logprob = odd[(t + record) % 8], .n_top = (t + (int)record) % 4 * 5};
+    for (int k = 0; k < p.n_top; k++) {
+        p.top[k].token = k * 7 + t;
+        p.top[k].logprob = odd[(t + k) % 8] / (float)(k + 1);
+    }
+    if (p.n_top > BG_PROBS_TOP) p.n_top = BG_PROBS_TOP;
+    return p;
+}
+
+UNUSED static bool same_probs(const bg_probs *a, const bg_probs *b)
+{
+    bool same = !memcmp(&a->logprob, &b->logprob, sizeof a->logprob) && a->n_top == b->n_top;
+    for (int k = 0; same && k < a->n_top; k++)
+        same = a->top[k].token == b->top[k].token &&
+               !memcmp(&a->top[k].logprob, &b->top[k].logprob, sizeof a->top[k].logprob);
+    return same;
+}
+
 /* Sequences of records still to come, each longer than the last time it was asked for. */
 UNUSED static const bg_partial *in_flight(void *ctx, int *n)
 {
@@ -218,9 +243,15 @@ UNUSED static const bg_partial *in_flight(void *ctx, int *n)
         int len = 60 - 3 * k - (i % 5);
         if (len > 4 * (j->now + 1)) len = 4 * (j->now + 1);
         bg_partial *p = &j->list[*n];
-        *p = (bg_partial){record_at(j->n, i), i % 2, j->tokens[*n], len};
-        for (int t = 0; t < len; t++)
+        *p = (bg_partial){.record = record_at(j->n, i),
+                          .choice = i % 2,
+                          .tokens = j->tokens[*n],
+                          .n_tokens = len};
+        if (p->record % 3 == 0) p->probs = j->probs[*n];
+        for (int t = 0; t < len; t++) {
             p->tokens[t] = token_of(p->record, p->choice, t);
+            if (p->probs) p->probs[t] = probs_of(p->record, t);
+        }
         (*n)++;
     }
     return j->list;
@@ -286,6 +317,11 @@ UNUSED static bg_status run_job(job *j, const bg_out_sys *sys, bg_error *err)
         cr_assert_not(bg_writer_done(j->w, p->record));
         for (int t = 0; t < p->n_tokens; t++)
             cr_assert_eq(p->tokens[t], token_of(p->record, p->choice, t));
+        cr_assert_eq(!p->probs, p->record % 3 != 0);
+        for (int t = 0; p->probs && t < p->n_tokens; t++) {
+            const bg_probs want = probs_of(p->record, t);
+            cr_assert(same_probs(&p->probs[t], &want), "record %d, token %d", (int)p->record, t);
+        }
     }
     if (j->partials) bg_writer_on_partials(j->w, in_flight, j);
     if (j->retry && j->rec.n_failed) st = retry_failed(j, err);

@@ -342,7 +342,7 @@ Test(writer, partials_are_saved_as_they_grow)
                  {4, 50, "\"from\":0,\"tokens\":[50,51,52,53]"},
                  {5, 50, "\"from\":4,\"tokens\":[54]"}};
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
-        one = (bg_partial){7, 1, tokens, steps[i].n};
+        one = (bg_partial){.record = 7, .choice = 1, .tokens = tokens, .n_tokens = steps[i].n};
         for (int t = 0; t < steps[i].n; t++)
             tokens[t] = steps[i].first + t;
         bytes before = load(journal_path);

@@ -195,7 +195,7 @@ class Disk(Faults):
             for out in ("out.jsonl", "out.jsonl.lz4"):
                 self.out = f"{self.dir}/{out}"
                 n = self.count(*EACH, call=name, path=out)[0]
-                for i in self.sample(n, 60):
+                for i in self.sample(n, 30):
                     for how in hows if FULL else (hows[i % len(hows)],):
                         harmless = how in ("short", "EINTR") or name in ("close", "unlink")
                         where = f"{name} {i} of {n} on {out}: {how}"
@@ -242,17 +242,17 @@ class Memory(Faults):
                 self.one(where, fault(call, i, how, who=who, start=i % 3 == 0, **what), *more, codes=codes)
 
     def test_allocations_of_the_coordinator(self):
-        self.sweep("alloc", "main", 80, (1, 70, 74))
+        self.sweep("alloc", "main", 60, (1, 70, 74))
 
     def test_allocations_with_everything_beside(self):
         """Summary, metrics, log: whatever they miss, the results are right."""
         more = ["--summary", f"{self.dir}/out.sum", "--metrics-file", f"{self.dir}/out.prom", "--log-file", f"{self.dir}/out.log",
                 "--log-level", "debug", "--log-format", "json", "--strict-model", "--max-failed", "5", "--limit", "7", *EACH]
-        self.sweep("alloc", "main", 40, (1, 70, 74), *more)
+        self.sweep("alloc", "main", 20, (1, 70, 74), *more)
 
     def test_allocations_of_a_rank(self):
-        self.sweep("alloc", "grandchild", 30, (1, 69, 70, 74))
-        self.sweep("alloc", "grandchild", 30, (1, 69, 70, 74), once=True)
+        self.sweep("alloc", "grandchild", 15, (1, 69, 70, 74))
+        self.sweep("alloc", "grandchild", 15, (1, 69, 70, 74), once=True)
 
     def test_mappings(self):
         self.sweep("mmap", "main", 10, (1, 70, 74))
@@ -270,7 +270,7 @@ class States(Faults):
     EVERY = (("write", ("ENOSPC", "EIO", "short+EDQUOT")), ("sync", ("EIO", "ENOSPC")), ("ftruncate", ("EIO",)),
              ("rename", ("EIO", "ENOSPC")), ("open", ("EMFILE", "ENOSPC")), ("unlink", ("EIO",)), ("flock", ("ENOLCK",)),
              ("fstat", ("EIO",)), ("close", ("EIO",)), ("read", ("EIO",)), ("alloc", ("ENOMEM",)))
-    MOST = 24
+    MOST = 8
 
     def setUp(self):
         super().setUp()
@@ -423,7 +423,7 @@ class Commands(Faults):
             self.assertNotIn(b"this is a bug", p.stderr, where)
         return p.returncode
 
-    def sweep(self, args, most=30, before=(), calls=(("alloc", ("ENOMEM",)),)):
+    def sweep(self, args, most=12, before=(), calls=(("alloc", ("ENOMEM",)),)):
         before = dict(before)
         for name, data in before.items():
             with open(f"{self.dir}/{name}", "wb") as f:
@@ -455,7 +455,7 @@ class Commands(Faults):
              ("open", ("EMFILE", "EIO")), ("rename", ("EIO",)))
 
     def test_check(self):
-        self.sweep(["check", self.input, "-m", MODEL, "--text-threads", "1"], most=60)
+        self.sweep(["check", self.input, "-m", MODEL, "--text-threads", "1"], most=30)
         self.sweep(["check", self.input, "--json", "--text-threads", "1"])
 
     def test_status(self):

@@ -14,6 +14,7 @@ typedef struct plan {
     bool errors;      /* with an error file, PATH.errors */
     bool unfinished;  /* no end entry */
     int temperature;  /* something of the identity */
+    int input;        /* which one */
     bg_out_format format;
 } plan;
 
@@ -88,7 +89,7 @@ UNUSED static void make_output(const char *path, const plan *p)
         if (p->count && r % p->count != p->index) continue;
         add_made(w, r);
         const bg_input_place place = {.end = (uint64_t)r * 10 + 10,
-                                      .hash = (uint64_t)r,
+                                      .hash = (uint64_t)(r + p->input),
                                       .read = (uint64_t)r * 10 + 10,
                                       .total = (uint64_t)p->n * 10,
                                       .records = r + 1};

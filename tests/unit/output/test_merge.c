@@ -106,6 +106,15 @@ Test(merge, refuses_what_does_not_belong_together)
     make_output(other, &q);
     const char *differs[] = {list[0], other, list[2]};
     expect_refused(differs, 3, BG_ARG, "temperature is 0 and 9");
+    for (int i = 0; i < 2; i++) { /* shards whose inputs were read up to the same byte */
+        q = (plan){.n = i ? N - 1 : N, .every = 1, .count = 2, .index = 0, .input = i};
+        snprintf(other, sizeof other, "%s/input%d", dir, i);
+        make_output(other, &q);
+    }
+    char one[96];
+    snprintf(one, sizeof one, "%s/input0", dir);
+    const char *inputs[] = {one, other};
+    expect_refused(inputs, 2, BG_ARG, "the inputs have other bytes");
     q = (plan){.n = N, .every = 4, .count = SHARDS, .index = 1, .unfinished = true};
     snprintf(other, sizeof other, "%s/half", dir);
     make_output(other, &q);

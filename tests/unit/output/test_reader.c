@@ -224,6 +224,24 @@ Test(reader, noise_behind_is_a_torn_tail)
     }
 }
 
+Test(reader, a_bad_line_in_plain_text)
+{
+    sample s = make(BG_OUT_PLAIN);
+    size_t at = s.commits[2].offset;
+    s.b.data[at] = 'x';
+    store(out_path, s.b.data, s.b.len);
+    bg_reader_config c = config(BG_OUT_PLAIN);
+    reading got = read_all(&c);
+    char where[32];
+    snprintf(where, sizeof where, "byte %zu:", at);
+    cr_expect(got.st == BG_FORMAT && got.n == 4 && strstr(got.err.text, where), "%d lines: %s",
+              got.n, got.err.text);
+    store(out_path, s.b.data, s.commits[3].offset); /* with one line behind it */
+    got = read_all(&c);
+    cr_expect_eq(got.st, BG_FORMAT);
+    bg_buf_release(&s.b);
+}
+
 /* Long runs of bytes without a line end are not held in memory. */
 Test(reader, long_noise_in_plain_text)
 {

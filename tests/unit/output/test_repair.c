@@ -27,6 +27,7 @@ static int64_t expect_sound(bg_ranges *got, bool known)
     cr_assert_eq(bg_reader_open(&r, &c, &err), BG_OK);
     bg_ranges *seen = bg_ranges_new();
     int64_t n = 0, failed = 0, tokens = 0;
+    uint64_t text = 0;
     for (;; n++) {
         bg_out_line line;
         bool more;
@@ -44,6 +45,7 @@ static int64_t expect_sound(bg_ranges *got, bool known)
                      (long)line.record, (unsigned long)key);
         failed += line.failed;
         tokens += line.output_tokens;
+        text += line.n;
         if (got) bg_ranges_add(got, line.record, line.record);
         bg_buf_release(&want);
     }
@@ -51,6 +53,7 @@ static int64_t expect_sound(bg_ranges *got, bool known)
     cr_assert_eq(v.n_failed, failed);
     cr_assert_eq(v.n_commits, 1);
     cr_assert_eq(v.commits[0].output_tokens, tokens);
+    cr_assert_eq(v.text_bytes, text);
     bg_reader_close(r);
     free(commits);
     bg_ranges_free(seen);
@@ -281,35 +284,87 @@ Test(repair, twice_the_same_and_twice_another)
     }
 }
 
-/* Another job's journal is not believed, however good it is. */
-Test(repair, a_foreign_journal)
+/* A folded journal has one hash for all, which damage anywhere makes wrong: the keys show that it
+ * is this output's. */
+Test(repair, damage_under_a_folded_journal)
 {
-    plan p = {.n = N, .every = EVERY, .unfinished = true}, q = p;
-    q.n = 8;
-    q.temperature = 7;
-    make_output(name_in("2"), &q);
-    bytes journal = load(name_in("2.journal"));
+    plan p = {.n = N, .every = EVERY};
     make_output(out_path, &p);
-    for (size_t i = 0; i + 20 < journal.n; i++) /* of other bytes */
-        if (memcmp(journal.data + i, "\"hash\":\"", 8) == 0) journal.data[i + 8] ^= 1;
-    bg_buf sealed = {0};
-    for (char *s = journal.data, *lf;
-         (lf = memchr(s, '\n', (size_t)(journal.data + journal.n - s))); s = lf + 1) {
-        size_t start = sealed.len;
-        bg_buf_add(&sealed, s, (size_t)(lf - s) - 17);
-        char *keys = strstr(sealed.data + start, "\"keys\":\"");
-        if (keys) keys[8] = keys[8] == '0' ? '1' : '0';
-        bg_journal_seal(&sealed, start);
-    }
-    store(name_in(".journal"), sealed.data, sealed.len);
+    bytes out = load(out_path);
+    out.data[out.n / 2] ^= 1;
+    store(out_path, out.data, out.n);
     bg_repaired r;
     bg_error err;
     cr_assert_eq(repair(&r, &err), BG_OK, "%s", err.text);
-    cr_expect_not(r.known);
-    cr_expect_eq(expect_sound(NULL, false), N);
+    cr_expect(r.known && r.n_lost == EVERY && r.n_damaged == 1);
+    cr_expect_eq(expect_sound(NULL, true), N - EVERY);
     bg_repaired_release(&r);
+    free(out.data);
+}
+
+/* The journal's entries, each sealed again after a change. */
+static void change_journal(void (*change)(char *entry))
+{
+    bytes journal = load(name_in(".journal"));
+    bg_buf sealed = {0};
+    char *end = journal.data + journal.n;
+    for (char *s = journal.data, *lf; (lf = memchr(s, '\n', (size_t)(end - s))); s = lf + 1) {
+        size_t start = sealed.len;
+        bg_buf_add(&sealed, s, (size_t)(lf - s) - 17);
+        change(sealed.data + start);
+        bg_journal_seal(&sealed, start);
+    }
+    store(name_in(".journal"), sealed.data, sealed.len);
     bg_buf_release(&sealed);
     free(journal.data);
+}
+
+static void change_at(char *entry, const char *name)
+{
+    char *p = strstr(entry, name);
+    if (p) p[strlen(name)] = p[strlen(name)] == '0' ? '1' : '0';
+}
+
+static void change_keys(char *entry)
+{
+    change_at(entry, "\"keys\":\"");
+}
+
+static void change_hash_and_keys(char *entry)
+{
+    change_at(entry, "\"hash\":\"");
+    change_keys(entry);
+}
+
+static void change_nothing(char *entry)
+{
+    (void)entry;
+}
+
+static void change_records(char *entry) /* one that fits no more */
+{
+    change_at(entry, "\"records\":\"3");
+}
+
+/* A journal of other bytes or of other ids is another job's. */
+Test(repair, a_foreign_journal)
+{
+    static void (*const changes[])(char *) = {change_nothing, change_hash_and_keys, change_keys};
+    for (size_t i = 0; i < 3; i++) {
+        plan p = {.n = N, .every = EVERY, .unfinished = true};
+        make_output(out_path, &p);
+        change_journal(changes[i]);
+        change_journal(change_records); /* so that there is something to repair */
+        bg_repaired r;
+        bg_error err;
+        cr_assert_eq(repair(&r, &err), BG_OK, "%s", err.text);
+        cr_expect_eq(r.known, i == 0, "%zu", i);
+        cr_expect_eq(r.n_lost, 0);
+        if (i) cr_expect_eq(expect_sound(NULL, false), N);
+        bg_repaired_release(&r);
+        unlink(out_path);
+        unlink(name_in(".journal"));
+    }
 }
 
 /* An older copy of the journal: what it does not know is kept. */

@@ -171,6 +171,12 @@ static bg_status look_back(bg_prepared *p, const bg_job *job, FILE *messages, bg
     if (!rec->resumed && !rec->finished) return BG_OK;
     bool same, changed = false;
     bg_status st = BG_OK;
+    if (rec->lost)
+        fprintf(
+            messages,
+            "batchgen: %s: %lld results that were committed are not in the file any more; their "
+            "records are run again\n",
+            job->output, (long long)rec->lost);
     if (rec->adopted) {
         if (has_stream(job))
             return bg_fail(err, BG_ARG,

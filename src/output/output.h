@@ -180,7 +180,8 @@ typedef struct bg_recovered {
     bool differs;                /* identity's may_differ is another one: bg_writer_rewrite() it */
     bool adopted;                /* the journal was rebuilt by repair and knows no identity */
     int64_t n_records, n_failed; /* committed so far */
-    uint64_t cut_bytes;          /* uncommitted tail that was cut off */
+    uint64_t cut_bytes;          /* uncommitted tail, to be cut off */
+    int64_t lost;                /* results that were committed and are not in the file any more */
     uint64_t input_end,
         input_hash;       /* all input up to input_end bytes was consumed with this hash; 0: none */
     bg_partial *partials; /* owned by the writer */

@@ -329,6 +329,17 @@ out:
     return st;
 }
 
+static bg_status count_lost(walk *w, const commit *c, bg_error *err)
+{
+    bool nomem = false;
+    bg_ranges *records = bg_ranges_new();
+    if (records && bg_ranges_read(records, c->records, c->n_records, &nomem))
+        w->r->lost += bg_ranges_count(records);
+    nomem = nomem || !records;
+    bg_ranges_free(records);
+    return nomem ? no_memory(w->f, err) : BG_OK;
+}
+
 static bg_status take_commit(walk *w, const json_t *o, const bg_journal_entry *e, bg_error *err)
 {
     commit c;
@@ -348,7 +359,7 @@ static bg_status take_commit(walk *w, const json_t *o, const bg_journal_entry *e
     const piece *errors = &c.piece[BG_SIDE_ERRORS];
     if (w->torn) {
         if (!good[BG_SIDE_OUT] || !good[BG_SIDE_ERRORS] || !c.piece[BG_SIDE_OUT].bytes)
-            return BG_OK;
+            return count_lost(w, &c, err);
         return bg_fail(err, BG_FORMAT,
                        "%s: damaged at byte %" PRIu64
                        ", but whole again after it; nothing was changed; "
@@ -368,7 +379,7 @@ static bg_status take_commit(walk *w, const json_t *o, const bg_journal_entry *e
         if (p->offset + p->bytes <= w->f->side[i].size) return damaged(w, i, p, err);
         w->torn = true;
     }
-    if (w->torn) return BG_OK;
+    if (w->torn) return count_lost(w, &c, err);
     return count_commit(w, &c, e->start, err);
 }
 
@@ -591,6 +602,11 @@ bg_status bg_recover(bg_recovery *r, const bg_recover_files *f, const bg_writer_
         st = check_last(&w, i, err);
     for (int i = 0; i < BG_SIDES && !st; i++)
         st = check_tail(&w, i, err);
+    if (!st && r->lost && f->side[BG_SIDE_OUT].size == 0)
+        st = bg_fail(err, BG_FORMAT,
+                     "%s: is empty or was removed, but %s has %lld results of it; put it back, or "
+                     "start anew with --overwrite",
+                     f->side[BG_SIDE_OUT].name, f->journal_name, (long long)r->lost);
     if (!st && r->differs) { /* by which record is it known what they belong to? */
         r->has_input = false;
         bg_partials_clear(r->partials);

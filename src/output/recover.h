@@ -30,6 +30,7 @@ typedef struct bg_recovery { /* ends with bg_recovery_release() */
     uint64_t journal_end;
     uint64_t folded_end; /* of the journal: behind its first commit */
     uint64_t commits;
+    int64_t lost; /* as in bg_recovered */
     int64_t n_failed, tokens[2];
     bool has_input;
     bg_input_place input;

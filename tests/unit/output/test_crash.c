@@ -299,6 +299,12 @@ static void cut_everywhere(bg_out_format format)
     for (size_t cut = 0; cut < t.out.n; cut++) {
         store(out_path, t.out.data, cut);
         store(journal_path, t.journal.data, t.journal.n);
+        if (cut == 0) { /* somebody has taken it away: nothing is silently begun again */
+            bg_error err = {0};
+            job j = t.j;
+            cr_assert_eq(run_job(&j, &quick, &err), BG_FORMAT, "%s", err.text);
+            continue;
+        }
         finish_and_check(t.j, "output cut at", (long)cut);
     }
     for (size_t cut = 0; cut < t.journal.n; cut++) {

@@ -188,11 +188,13 @@ class Lost(Case):
         """What the journal tells of beyond the output's end: said, also to --quiet, and run again."""
         journal = self.half(8)
         data, first = read(self.out), journal.commits[0]
-        for keep in (0, first["bytes"], first["bytes"] + 1):
+        write(self.out, b"")  # all of them: somebody has taken the file away
+        self.refused(self.out, lambda code: self.again(code), "put it back", "--overwrite", code=65)
+        for keep in (1, first["bytes"], first["bytes"] + 1):
             write(self.out, data[:keep])
             shutil.copy(self.journal, self.path("kept"))
             _, err = self.again(0, "-q")
-            lost = len(journal.done) - (1 if keep else 0)
+            lost = len(journal.done) - (1 if keep > 1 else 0)
             self.assertIn(f"{lost} results that were committed are not in the file any more".encode(), err)
             self.assertEqual(sorted(results(self.out)), self.want)
             shutil.copy(self.path("kept"), self.journal)

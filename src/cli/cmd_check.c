@@ -21,10 +21,14 @@ static void bad(void *ctx, const bg_request *r)
     }
     bool many = c->job->inputs.n > 1;
     json_t *file = many ? bg_json_name(c->job->inputs.v[r->file]) : NULL;
-    json_t *o = many && !file ? NULL
-                              : json_pack("{sI so* ss ss ss*}", "line", (json_int_t)r->line, "file",
-                                          file, "code", r->error_code, "message", r->error_message,
-                                          "param", r->error_param);
+    json_t *param = r->error_param ? json_string(r->error_param) : NULL;
+    bool short_of_memory = (many && !file) || (r->error_param && !param);
+    json_t *o = json_pack("{sI so* ss ss so*}", "line", (json_int_t)r->line, "file", file, "code",
+                          r->error_code, "message", r->error_message, "param", param);
+    if (short_of_memory) { /* json_pack() leaves out what is not there */
+        json_decref(o);
+        o = NULL;
+    }
     /* ASCII: nothing that some readers take for the end of a line */
     c->code = bg_print_json(c->out, o, JSON_COMPACT | JSON_ENSURE_ASCII);
 }

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "base/buf.h"
+#include "base/utf8.h"
 
 bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check_counts *n,
                          void (*report)(void *ctx, const bg_request *r), void *ctx, bg_error *err)
@@ -44,17 +44,19 @@ bg_status bg_check_input(const bg_job *job, const bg_text_model *model, bg_check
 /* Text of the user's, on one line and without control characters: it goes to a terminal. */
 static void print_text(FILE *out, const char *s)
 {
-    bg_buf b = {0};
-    bg_buf_json(&b, s, strlen(s)); /* escapes them; the rest of the escapes is undone */
-    for (size_t i = 1; b.data && i + 1 < b.len; i++) {
-        if (b.data[i] == '\\' && (b.data[i + 1] == '"' || b.data[i + 1] == '\\')) i++;
-        const unsigned char *c = (const unsigned char *)b.data + i;
-        if (c[0] == 0xc2 && c[1] >= 0x80 && c[1] <= 0x9f)
-            fprintf(out, "\\u%04x", b.data[++i] & 0xff);
+    size_t n = strlen(s), len;
+    for (size_t i = 0; i < n; i += len) {
+        uint32_t c;
+        len = bg_utf8_next(s + i, n - i, &c);
+        if (c == BG_UTF8_BAD)
+            fputs("\xef\xbf\xbd", out);
+        else if (c == '\n' || c == '\r' || c == '\t')
+            fputs(c == '\n' ? "\\n" : c == '\r' ? "\\r" : "\\t", out);
+        else if (c < 0x20 || (c >= 0x7f && c <= 0x9f) || c == 0x2028 || c == 0x2029)
+            fprintf(out, "\\u%04x", (unsigned)c);
         else
-            fputc(c[0], out);
+            fwrite(s + i, 1, len, out);
     }
-    bg_buf_release(&b);
 }
 
 void bg_check_print(FILE *out, const bg_job *job, const bg_request *r)

@@ -39,7 +39,7 @@ typedef struct walk {
     bool ended;      /* by an end entry, whether it counts or not */
     uint64_t next_n; /* of the next commit, counted or not */
     uint64_t next_offset[BG_SIDES];
-    piece last[BG_SIDES]; /* of the last commit that counted and has bytes there */
+    piece last[BG_SIDES]; /* of the last commit that counted and has bytes there, unless folded */
     char *chunk;
     bg_hasher *hasher, *whole[BG_SIDES]; /* whole: with the commit that is looked at */
 } walk;
@@ -295,8 +295,12 @@ static bg_status count_commit(walk *w, const commit *c, uint64_t at, bg_error *e
         goto out;
     }
     int64_t n = bg_ranges_count(records);
-    bool any = c->piece[BG_SIDE_OUT].bytes || c->piece[BG_SIDE_ERRORS].bytes;
-    if (!read || bg_ranges_count(r->done) != before + n || c->failed > n || any != (n > 0)) {
+    bool any = c->piece[BG_SIDE_OUT].bytes || c->piece[BG_SIDE_ERRORS].bytes, lengths = true;
+    for (int i = 0; i < BG_SIDES; i++)
+        lengths = lengths &&
+                  (w->f->side[i].format == BG_OUT_LZ4 || c->piece[i].text == c->piece[i].bytes);
+    if (!read || bg_ranges_count(r->done) != before + n || c->failed > n || any != (n > 0) ||
+        !lengths) {
         st = broken(w, at, "a commit's records contradict the commits before it", err);
         goto out;
     }
@@ -322,7 +326,7 @@ static bg_status count_commit(walk *w, const commit *c, uint64_t at, bg_error *e
         r->side[i].text_bytes += p->text;
         r->side[i].end = p->offset + p->bytes;
         bg_hasher_copy(r->side[i].whole, w->whole[i]);
-        if (p->bytes) w->last[i] = *p;
+        if (p->bytes && !c->folded) w->last[i] = *p;
     }
 out:
     bg_ranges_free(records);
@@ -481,7 +485,8 @@ static bg_status first_entry(walk *w, bg_journal_reader *reader, bg_error *err)
         f->side[BG_SIDE_OUT].name, f->journal_name, got ? "damaged at its start" : "missing");
 }
 
-/* The last commit once more, as a reader of the file sees it. */
+/* The last commit once more, as a reader of the file sees it. A folded one may be all of the file,
+ * and was looked at so when it was not folded yet. */
 static bg_status check_last(walk *w, int i, bg_error *err)
 {
     const piece *p = &w->last[i];

@@ -49,15 +49,19 @@ typedef struct moment {
     bg_recovered rec;
 } moment;
 
-/* Opens, adds three results and finishes, with lines and identity made beforehand. */
+/* Opens, rewrites if the job says so, adds three results and commits each, with lines and identity
+ * made beforehand. */
 static bg_status short_run(const bg_writer_config *c, const bg_buf *lines, job *j, long limit,
                            bool *ran_out, bg_error *err)
 {
     moment m = {0};
+    const bg_rewrite how = {.keep = j->retry ? keep_good : NULL, .sort = true};
+    int64_t kept, dropped;
     allocations_left = limit;
     bg_status st = bg_writer_open_on(&m.w, c, &quick, &m.rec, err);
     if (!st) st = bg_writer_begin(m.w, err);
     if (!st) bg_writer_on_partials(m.w, in_flight, j);
+    if (!st && j->retry) st = bg_writer_rewrite(m.w, &how, &kept, &dropped, err);
     int added = 0;
     for (int i = 0; i < j->n && !st && added < 3; i++) {
         int64_t r = record_at(j->n, i);
@@ -74,42 +78,53 @@ static bg_status short_run(const bg_writer_config *c, const bg_buf *lines, job *
     return st;
 }
 
+static void runs_out(job j, bool resumed)
+{
+    json_t *identity = identity_of();
+    bg_writer_config c = config_of(&j, identity);
+    bg_buf lines[12] = {{0}};
+    j.n = 12;
+    j.every = 2;
+    j.stop = 6;
+    j.partials = true;
+    for (int i = 0; i < 12; i++)
+        line_for(i, &lines[i]);
+    for (long n = 0;; n++) {
+        remove_files();
+        bg_error err = {0};
+        if (resumed) {
+            job first = j;
+            first.retry = false;
+            cr_assert_eq(run_job(&first, &quick, &err), BG_OK, "%s", err.text);
+            end_job(&first);
+        }
+        bool ran_out;
+        bg_status st = short_run(&c, lines, &j, n, &ran_out, &err);
+        cr_assert(st == BG_OK || st == BG_NOMEM, "after %ld: %s", n, err.text);
+        finish_and_check(j, "without memory", n);
+        if (!ran_out) {
+            cr_expect_eq(st, BG_OK);
+            break;
+        }
+        cr_assert_lt(n, 5000);
+    }
+    for (int i = 0; i < 12; i++)
+        bg_buf_release(&lines[i]);
+    json_decref(identity);
+}
+
 Test(memory, runs_out)
 {
+    static const job jobs[] = {
+        {.format = BG_OUT_LZ4},
+        {.format = BG_OUT_PLAIN},
+        {.format = BG_OUT_LZ4, .errors = ERRORS_PLAIN, .fold_bytes = 1},
+        {.format = BG_OUT_PLAIN, .errors = ERRORS_LZ4, .retry = true},
+        {.format = BG_OUT_LZ4, .retry = true, .fold_bytes = 1},
+    };
     if (!CAN_FAIL) return;
-    for (int format = 0; format < 2; format++) {
-        for (int resumed = 0; resumed < 2; resumed++) {
-            job j = {.format = format ? BG_OUT_PLAIN : BG_OUT_LZ4,
-                     .n = 12,
-                     .every = 2,
-                     .stop = 6,
-                     .partials = true};
-            json_t *identity = identity_of();
-            bg_writer_config c = config_of(&j, identity);
-            bg_buf lines[12] = {{0}};
-            for (int i = 0; i < 12; i++)
-                line_for(i, &lines[i]);
-            for (long n = 0;; n++) {
-                unlink(out_path);
-                unlink(journal_path);
-                bg_error err = {0};
-                if (resumed) {
-                    cr_assert_eq(run_job(&j, &quick, &err), BG_OK, "%s", err.text);
-                    end_job(&j);
-                }
-                bool ran_out;
-                bg_status st = short_run(&c, lines, &j, n, &ran_out, &err);
-                cr_assert(st == BG_OK || st == BG_NOMEM, "after %ld: %s", n, err.text);
-                finish_and_check(j, "without memory", n);
-                if (!ran_out) {
-                    cr_expect_eq(st, BG_OK);
-                    break;
-                }
-                cr_assert_lt(n, 3000);
-            }
-            for (int i = 0; i < 12; i++)
-                bg_buf_release(&lines[i]);
-            json_decref(identity);
-        }
+    for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
+        runs_out(jobs[i], false);
+        runs_out(jobs[i], true);
     }
 }

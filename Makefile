@@ -100,7 +100,7 @@ $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t)))))
 
 
 # tools/NAME.c with a main() is build/NAME; tools/NAME_*.c belong to it.
-TOOL_DEPS := $(DEPS_model) model
+TOOL_DEPS := $(DEPS_model) model input output
 define tool_rules
 $(BUILD)/$(1): $(patsubst %.c,$(BUILD)/%.o,tools/$(1).c $(wildcard tools/$(1)_*.c)) $(foreach m,$(TOOL_DEPS),$(BUILD)/lib/$(m).a)
 	$(Q)$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LDLIBS)

@@ -371,7 +371,10 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
         s.counts = bg_collect_get_counts(r->collect);
         bg_collect_failures(r->collect, failures, sizeof failures);
     }
-    if (r->p.writer) bg_writer_sizes(r->p.writer, &s.text_bytes, &s.file_bytes, &s.commits);
+    if (r->p.writer) {
+        bg_writer_sizes(r->p.writer, &s.text_bytes, &s.file_bytes, &s.commits);
+        s.commit_ns = bg_writer_commit_ns(r->p.writer);
+    }
     r->outcome->summary = bg_summary_json(&s);
     bg_error se = {0};
     if (job->summary && r->p.writer) {

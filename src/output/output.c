@@ -557,9 +557,16 @@ bg_status bg_writer_commit(bg_writer *w, bg_error *err)
 {
     bg_status st = bg_writer_begin(w, err);
     if (st || w->finished) return st;
+    int64_t start = bg_now_ns();
     st = bg_writer_ends(w, commit(w, err), err);
     w->last_commit_ns = bg_now_ns();
+    w->committing_ns += w->last_commit_ns - start;
     return st;
+}
+
+int64_t bg_writer_commit_ns(const bg_writer *w)
+{
+    return w->committing_ns;
 }
 
 bg_status bg_writer_add(bg_writer *w, const bg_done *what, const char *line, size_t n,

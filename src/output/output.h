@@ -240,6 +240,7 @@ bg_status bg_writer_commit(bg_writer *w, bg_error *err); /* now; nothing pending
 bg_status bg_writer_finish(bg_writer *w, bg_error *err);
 void bg_writer_sizes(const bg_writer *w, uint64_t *text_bytes, uint64_t *file_bytes,
                      uint64_t *commits);
+int64_t bg_writer_commit_ns(const bg_writer *w); /* time spent in commits, compression included */
 /* Called after each commit, from the committing thread; may be NULL. */
 void bg_writer_on_commit(bg_writer *w, void (*done)(void *ctx), void *ctx);
 

@@ -475,6 +475,7 @@ void bg_job_print_options(FILE *out, int command)
         const bg_option *o = &bg_options[i];
         if (o->group) group = o->group;
         if (!(o->commands & command)) continue;
+        if (o->offset == F(inputs) && command & OUTPUTS) continue; /* words of the command say it */
         if (group != shown) fprintf(out, "\n%s:\n", group);
         shown = group;
         char left[64];

@@ -226,7 +226,8 @@ def check(out, record_of, errors=None, truth=None):
     if not j.entries:
         require(not os.path.exists(out) or os.path.getsize(out) == 0, f"{out}: results, and no identity")
         return s
-    s.stage = "end" if j.end else "open"
+    if s.stage != "rewrite":
+        s.stage = "end" if j.end else "open"
     wanted = [set(ranges(c["records"])) for c in j.commits]
     spans = [(c["offset"], c["bytes"], c["text"], c["hash"], w) for c, w in zip(j.commits, wanted)]
     s.tail = _part(out, spans, s.results, record_of, j.identity, 0)

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <libgen.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,10 +99,9 @@ static void add_difference(bg_buf *b, const char *name, const json_t *a, const j
     free(y);
 }
 
-/* Shards may differ in which one they are, and in where their errors lie. */
 static bool may_differ(const char *name)
 {
-    return strcmp(name, "shard") == 0 || strcmp(name, "error_file") == 0;
+    return strcmp(name, "shard") == 0;
 }
 
 static bg_status check_pair(const shard *a, const shard *b, bg_error *err)
@@ -219,33 +217,22 @@ static bg_status read_with(merge *x, const shard *s, const bg_reader_config *c, 
     return st;
 }
 
-/* The error file by the name that the job had for it, else beside the output. */
 static bg_status open_errors(shard *s, bg_error *err)
 {
-    const char *name = bg_view_error_file(&s->v);
-    s->error_path = strdup(name);
-    if (!s->error_path) return no_memory(s->path, err);
-    s->error_fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (s->error_fd >= 0) return BG_OK;
-    char *dir = strdup(s->path), *base = strdup(name), *beside = NULL;
-    if (dir && base && asprintf(&beside, "%s/%s", dirname(dir), basename(base)) < 0) beside = NULL;
-    free(dir);
-    free(base);
-    if (!beside) return no_memory(s->path, err);
-    s->error_fd = open(beside, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (s->error_fd < 0) {
-        bg_fail_os(err, "%s: cannot open %s, its error file", s->path, name);
-        free(beside);
-        return err->status;
-    }
-    free(s->error_path);
-    s->error_path = beside;
+    bg_status st = bg_view_error_path(&s->v, &s->error_path, err);
+    if (st) return st;
+    s->error_fd = open(s->error_path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (s->error_fd < 0)
+        return bg_fail_os(err,
+                          "%s: cannot open %s, its error file; put it beside the output, and it is "
+                          "found",
+                          s->path, s->error_path);
     return BG_OK;
 }
 
 static bg_status read_errors(merge *x, shard *s, int64_t *n, bg_error *err)
 {
-    if (!bg_view_error_file(&s->v) || !s->v.errors_end) return BG_OK;
+    if (!bg_view_has_errors(&s->v) || !s->v.errors_end) return BG_OK;
     bg_reader_commit *commits = calloc(s->v.n_commits + 1, sizeof *commits);
     if (!commits) return no_memory(s->path, err);
     size_t n_commits = 0;
@@ -326,11 +313,20 @@ static json_t *whole_identity(const merge *x)
     if (!o) return NULL;
     bool ok = true;
     if (json_object_get(o, "shard")) ok = json_object_set_new(o, "shard", json_string("")) == 0;
-    if (ok && json_object_get(o, "error_file"))
-        ok = json_object_set_new(o, "error_file", json_string("")) == 0;
     if (ok) return o;
     json_decref(o);
     return NULL;
+}
+
+/* When the first of them began. */
+static int64_t started(const merge *x)
+{
+    int64_t first = 0;
+    for (int i = 0; i < x->n; i++) {
+        int64_t s = json_integer_value(json_object_get(x->s[i].v.first, "started"));
+        if (s && (!first || s < first)) first = s;
+    }
+    return first;
 }
 
 static bg_status write_part(merge *x, const char *part, const char *out, bg_writer **w,
@@ -342,6 +338,7 @@ static bg_status write_part(merge *x, const char *part, const char *out, bg_writ
     const bg_writer_config c = {.path = part,
                                 .format = bg_out_format_of(out),
                                 .identity = identity,
+                                .started_s = started(x),
                                 .selection = text_of(x->s[0].v.end, "selection"),
                                 .overwrite = true,
                                 .ordered = true,

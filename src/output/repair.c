@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <libgen.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -351,33 +350,19 @@ static bg_status try_old(work *w, bool *good, bg_error *err)
     return BG_OK;
 }
 
-/* The error file that the old journal names, as the job had it, else beside the output. */
 static bg_status find_errors(work *w, const char *path, const char *error_path, bg_error *err)
 {
-    const char *name = error_path ? error_path : bg_view_error_file(&w->v);
-    const char *base =
-        json_string_value(json_object_get(json_object_get(w->v.first, "errors"), "file"));
-    if (!name) name = base;
-    if (!name) return BG_OK;
-    w->error_path = strdup(name);
-    if (!w->error_path) return no_memory(path, err);
-    if (error_path || access(name, F_OK) == 0) return BG_OK;
-    char *dir = strdup(path), *last = strdup(name), *beside = NULL;
-    if (dir && last && asprintf(&beside, "%s/%s", dirname(dir), basename(last)) < 0) beside = NULL;
-    free(dir);
-    free(last);
-    if (!beside) return no_memory(path, err);
-    if (access(beside, F_OK) == 0) {
-        free(w->error_path);
-        w->error_path = beside;
-        return BG_OK;
+    if (error_path) {
+        w->error_path = strdup(error_path);
+        return w->error_path ? BG_OK : no_memory(path, err);
     }
-    free(beside);
+    bg_status st = bg_view_error_path(&w->v, &w->error_path, err);
+    if (st || !w->error_path || access(w->error_path, F_OK) == 0) return st;
     return bg_fail(
         err, BG_ARG,
         "%s: its error file %s is not here; put it back, or name the file that its error "
         "results are in: repair OUTPUT ERRORFILE",
-        path, name);
+        path, w->error_path);
 }
 
 /* ---- records
@@ -641,7 +626,9 @@ static bool put_first(const work *w, bg_buf *b)
         bg_buf_json(b, name, strlen(name));
         bg_buf_printf(b, ",\"format\":\"%s\"}", format_name(errors->format));
     }
-    bg_buf_printf(b, ",\"identity\":");
+    json_int_t started = json_integer_value(json_object_get(w->v.first, "started"));
+    if (w->trusted && started) bg_buf_printf(b, ",\"started\":%lld", (long long)started);
+    bg_buf_str(b, ",\"identity\":");
     bg_buf_str(b, text);
     bg_buf_char(b, '}');
     free(text);

@@ -301,7 +301,7 @@ bg_status bg_job_status_read(bg_job_status *s, const char *path, int64_t wall_ns
     else if (!st)
         without_journal(s, &v);
     s->rebuilt = v.first && json_is_null(json_object_get(v.first, "identity"));
-    if (bg_view_error_file(&v)) s->error_bytes = (int64_t)v.errors_end;
+    if (bg_view_has_errors(&v)) s->error_bytes = (int64_t)v.errors_end;
     rate(s, &v);
     estimate(s, &v);
     bg_view_release(&v);

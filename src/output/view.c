@@ -326,10 +326,29 @@ const json_t *bg_view_identity(const bg_view *v)
     return json_is_object(o) ? o : NULL;
 }
 
-const char *bg_view_error_file(const bg_view *v)
+static const char *error_name(const bg_view *v)
 {
-    const char *s = json_string_value(json_object_get(bg_view_identity(v), "error_file"));
-    return s && *s ? s : NULL;
+    return json_string_value(json_object_get(json_object_get(v->first, "errors"), "file"));
+}
+
+bool bg_view_has_errors(const bg_view *v)
+{
+    return error_name(v) != NULL;
+}
+
+bg_status bg_view_error_path(const bg_view *v, char **path, bg_error *err)
+{
+    const char *name = error_name(v), *slash = strrchr(v->path, '/');
+    *path = NULL;
+    if (!name) return BG_OK;
+    if (asprintf(path, "%.*s%s", slash ? (int)(slash + 1 - v->path) : 0, v->path, name) < 0) {
+        *path = NULL;
+        return no_memory(v, err);
+    }
+    if (access(*path, F_OK) == 0 || access(name, F_OK) != 0) return BG_OK;
+    free(*path);
+    *path = strdup(name);
+    return *path ? BG_OK : no_memory(v, err);
 }
 
 bool bg_view_reader(const bg_view *v, bg_reader_config *c, bg_reader_commit **commits)

@@ -72,8 +72,10 @@ bg_status bg_view_open(bg_view *v, const char *path, bool keys, bg_error *err);
 void bg_view_release(bg_view *v);
 
 const json_t *bg_view_identity(const bg_view *v); /* NULL: none */
-/* The name of the error file as the job has it; NULL: none. */
-const char *bg_view_error_file(const bg_view *v);
+/* Whether the job has an error file, and the caller's own name of it: beside the output, or as it
+ * is named from here. A file of that name need not be there. BG_NOMEM. */
+bool bg_view_has_errors(const bg_view *v);
+bg_status bg_view_error_path(const bg_view *v, char **path, bg_error *err);
 /* What a reader must find in the output, for the reader's config; the caller frees *commits.
  * False: no memory. Without a good journal: everything, as far as it is whole. */
 bool bg_view_reader(const bg_view *v, bg_reader_config *c, bg_reader_commit **commits);

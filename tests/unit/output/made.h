@@ -37,13 +37,11 @@ UNUSED static uint64_t key_of(int r)
     return bg_result_key(id, (uint64_t)r * UINT64_C(0x9e3779b97f4a7c15));
 }
 
-UNUSED static json_t *identity_of(const char *path, const plan *p)
+UNUSED static json_t *identity_of(const plan *p)
 {
-    char shard[32] = "", errors[96] = "";
+    char shard[32] = "";
     if (p->count) snprintf(shard, sizeof shard, "%d/%d", p->index + 1, p->count);
-    if (p->errors) snprintf(errors, sizeof errors, "%s.errors", path);
-    return json_pack("{ss si ss}", "shard", shard, "temperature", p->temperature, "error_file",
-                     errors);
+    return json_pack("{ss si}", "shard", shard, "temperature", p->temperature);
 }
 
 UNUSED static bg_status open_made(bg_writer **w, const char *path, const plan *p, bg_recovered *rec,
@@ -51,11 +49,12 @@ UNUSED static bg_status open_made(bg_writer **w, const char *path, const plan *p
 {
     char errors[96];
     snprintf(errors, sizeof errors, "%s.errors", path);
-    json_t *identity = identity_of(path, p);
+    json_t *identity = identity_of(p);
     const bg_writer_config c = {.path = path,
                                 .error_path = p->errors ? errors : NULL,
                                 .format = p->format,
                                 .identity = identity,
+                                .started_s = 1000 + p->index,
                                 .commit_bytes = 1 << 20,
                                 .commit_ns = INT64_MAX};
     bg_status st = bg_writer_open(w, &c, rec, err);

@@ -39,7 +39,8 @@ static void expect_merged(void)
     cr_assert_eq(bg_view_open(&v, out_path, true, &err), BG_OK, "%s", err.text);
     cr_assert(v.journal == BG_VIEW_GOOD && v.end, "%s", v.why.text);
     cr_expect_str_eq(json_string_value(json_object_get(bg_view_identity(&v), "shard")), "");
-    cr_expect_str_eq(json_string_value(json_object_get(bg_view_identity(&v), "error_file")), "");
+    cr_expect_not(bg_view_has_errors(&v));
+    cr_expect_eq(json_integer_value(json_object_get(v.first, "started")), 1000);
     cr_expect(v.has_input && v.input.records == N && v.input.end == N * 10);
     cr_assert(bg_view_reader(&v, &c, &commits));
     cr_assert_eq(bg_reader_open(&r, &c, &err), BG_OK);

@@ -22,6 +22,7 @@ static int64_t expect_sound(bg_ranges *got, bool known)
     cr_assert_eq(bg_view_open(&v, out_path, true, &err), BG_OK, "%s", err.text);
     cr_assert_eq(v.journal, BG_VIEW_GOOD, "%s", v.why.text);
     cr_assert_eq(bg_view_identity(&v) != NULL, known);
+    cr_assert_eq(json_integer_value(json_object_get(v.first, "started")), known ? 1000 : 0);
     cr_assert_eq(v.out_size, v.out_end);
     cr_assert(bg_view_reader(&v, &c, &commits));
     cr_assert_eq(bg_reader_open(&r, &c, &err), BG_OK);

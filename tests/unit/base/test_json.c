@@ -74,3 +74,13 @@ Test(json, a_failed_allocation_is_never_shorter_text)
     json_decref(v);
     cr_assert(tried > 20 && dumps > 5, "%d and %d allocations failed", tried, dumps);
 }
+
+Test(json, names_need_not_be_utf8)
+{
+    json_t *v = bg_json_name("caf\xe9.jsonl");
+    cr_expect_str_eq(json_string_value(v), "caf?.jsonl");
+    json_decref(v);
+    v = bg_json_name("caf\xc3\xa9");
+    cr_expect_str_eq(json_string_value(v), "caf\xc3\xa9");
+    json_decref(v);
+}

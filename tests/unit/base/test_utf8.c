@@ -2,6 +2,7 @@
  * remembers every string that begins one. */
 #include "base/utf8.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -157,4 +158,23 @@ Test(utf8, valid)
     cr_expect_not(bg_utf8_valid("\xf0\x8f\xbf\xbf", 4), "overlong U+FFFF");
     cr_expect_not(bg_utf8_valid("\xf4\x90\x80\x80", 4), "over U+10FFFF");
     cr_expect_not(bg_utf8_valid("ab\x80", 3));
+}
+
+Test(utf8, mend)
+{
+    static const char *const texts[][2] = {
+        {"", ""},
+        {"caf\xc3\xa9 \xe2\x82\xac", "caf\xc3\xa9 \xe2\x82\xac"},
+        {"caf\xe9", "caf?"},
+        {"\xe9\xe9x", "??x"},
+        {"a\xe2\x82", "a??"},
+        {"\xff\xc3\xa9\xed\xa0\x80", "?\xc3\xa9???"},
+    };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        char s[32];
+        snprintf(s, sizeof s, "%s", texts[i][0]);
+        bg_utf8_mend(s);
+        cr_expect_str_eq(s, texts[i][1]);
+        cr_expect(bg_utf8_valid(s, strlen(s)));
+    }
 }

@@ -6,6 +6,7 @@ the fault completes with the bytes of an undisturbed run.
 
 FAULTS=full tries every n of every sweep; without it the long ones take samples.
 """
+import contextlib
 import errno
 import gzip
 import json
@@ -508,18 +509,29 @@ class Inputs(Faults):
 class Devices(Faults):
     """Real full disks, pipes and limits, without the shim."""
 
-    def test_small_disk(self):
+    @contextlib.contextmanager
+    def small_disk(self):
         disk = f"{self.dir}/disk"
         os.makedirs(disk, exist_ok=True)
         if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk],
                                                capture_output=True).returncode != 0:
             self.skipTest("mounting a tmpfs is not permitted here")
         try:
-            inp = write_lines(f"{self.dir}/many.jsonl", [{"id": i, "prompt": f"text {i}", "max_tokens": 12, "logprobs": 3,
-                                                          "ignore_eos": True} for i in range(60)])
-            whole = f"{self.dir}/whole.jsonl"
-            batchgen("run", inp, "-o", whole, "-m", MODEL, *SMALL)
-            self.assertGreater(os.path.getsize(whole), 100_000)
+            yield disk
+        finally:
+            subprocess.run(["umount", disk], check=True)
+
+    @staticmethod
+    def remount(disk, how):
+        subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+
+    def test_small_disk(self):
+        inp = write_lines(f"{self.dir}/many.jsonl", [{"id": i, "prompt": f"text {i}", "max_tokens": 12, "logprobs": 3,
+                                                      "ignore_eos": True} for i in range(60)])
+        whole = f"{self.dir}/whole.jsonl"
+        batchgen("run", inp, "-o", whole, "-m", MODEL, *SMALL)
+        self.assertGreater(os.path.getsize(whole), 100_000)
+        with self.small_disk() as disk:
             for name in ("o.jsonl", "o.jsonl.lz4"):
                 out = f"{disk}/{name}"
                 args = ["run", inp, "-o", out, "-m", MODEL, "-q", *SMALL, "--commit-bytes", "1"]
@@ -529,14 +541,39 @@ class Devices(Faults):
                     self.assertIn(os.strerror(errno.ENOSPC), err)
                 with open(out + ".journal", "rb") as f:
                     self.assertIn(b'{"commit"', f.read())
-                subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+                self.remount(disk, "size=4m")
                 self.run_with(*args, code=0)
                 self.assertEqual(sorted(results(out)), sorted(results(whole)))
                 os.unlink(out)
                 os.unlink(out + ".journal")
-                subprocess.run(["mount", "-o", "remount,size=64k", disk], check=True)
-        finally:
-            subprocess.run(["umount", disk], check=True)
+                self.remount(disk, "size=64k")
+
+    def test_side_files_on_a_full_disk(self):
+        with self.small_disk() as disk:
+            with open(f"{disk}/filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
+                while f.write(bytes(4096)):
+                    pass
+            for option, code in (("--summary", 74), ("--metrics-file", 1), ("--log-file", 1)):
+                self.clean()
+                _, err = self.run_with(*self.args(option, f"{disk}/x"), code=code)
+                self.assertEqual(self.committed(), self.want, option)
+                if code == 74:
+                    self.assertIn(os.strerror(errno.ENOSPC), err)
+                self.complete(option)
+            self.remount(disk, "ro")
+            _, err = self.run_with("run", self.input, "-o", f"{disk}/o.jsonl", "-m", MODEL, code=73)
+            self.assertIn(os.strerror(errno.EROFS), err)
+
+    def test_few_descriptors(self):
+        for n in (4, 5, 6, 7, 8, 10, 12, 16, 24):  # 3 are too few to load a library
+            self.clean()
+            code, err = self.run_with(*self.args(), limits=[(resource.RLIMIT_NOFILE, n)])
+            self.assertIn(code, (1, 66, 69, 70, 73, 74, 78) if n < 24 else (1,), f"{n} descriptors: {err}")
+            if code == 1:
+                self.assertEqual(self.committed(), self.want)
+            else:
+                self.assertIn("batchgen: ", err)
+            self.complete(f"{n} descriptors")
 
     def test_full_and_closed_standard_output(self):
         args = ["run", self.input, "-o", "-", "-m", MODEL, "-q", *SMALL]

@@ -221,20 +221,19 @@ bg_status bg_out_open(bg_out_opened *o, const char *path, bool create, const bg_
     bool again = true;
     *o = (bg_out_opened){.fd = -1};
     for (int tries = 0; again && !st; tries++) {
-        if (o->fd >= 0) close(o->fd);
-        free(o->real);
-        *o = (bg_out_opened){.fd = -1, .real = strdup(path)};
+        *o = (bg_out_opened){.fd = -1};
+        o->real = strdup(path);
         if (!o->real)
             st = no_memory(path, err);
         else if (tries == 100)
             st = bg_fail(err, BG_BUSY, "%s: is replaced by others again and again", path);
         else
             st = open_once(o, path, create, sys, &again, err);
-    }
-    if (st) {
+        if (!st && !again) break;
         if (o->fd >= 0) close(o->fd);
         free(o->real);
-        *o = (bg_out_opened){.fd = -1};
+        o->real = NULL;
+        o->fd = -1;
     }
     return st;
 }

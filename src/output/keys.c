@@ -94,13 +94,17 @@ bool bg_keys_set(bg_keys *k, int64_t record, uint64_t key)
     uint16_t slot = (uint16_t)(record % SPAN);
     page *p = find(k->table, k->cap, no);
     if (!p->keys) {
-        page fresh = {.no = no};
-        if (!grow_page(&fresh)) {
-            free(fresh.slots);
+        if (!grow_page(p)) {
+            free(p->slots);
+            p->slots = NULL;
             return false;
         }
-        *p = fresh;
+        p->no = no;
+        p->slots[0] = slot;
+        p->keys[0] = key;
+        p->n = 1;
         k->n++;
+        return true;
     }
     uint32_t at = place(p, slot);
     if (at < p->n && p->slots[at] == slot) {

@@ -40,7 +40,7 @@ static long lock_holder(int fd)
             pid--;
         found = strtol(pid, NULL, 10);
     }
-    fclose(f);
+    (void)fclose(f);
     return found;
 }
 

@@ -534,7 +534,7 @@ static bg_status check_tail(walk *w, int i, bg_error *err)
     bg_error why = {0};
     bg_buf raw = {0}, text = {0};
     bg_found found;
-    char next[sizeof magic];
+    char next[sizeof magic] = {0};
     size_t got = 0;
     bg_status st = bg_reader_frame(w->f->side[i].fd, name, at, size, MAX_CHECK, &raw, &text, &bytes,
                                    &found, &why, err);
@@ -648,7 +648,7 @@ bg_status bg_recover_rewritten(int journal_fd, const char *journal_name, bool *y
     char *chunk = malloc(CHUNK);
     if (!chunk || entry.failed) st = bg_fail(err, BG_NOMEM, "%s: out of memory", journal_name);
     size_t keep = entry.len - 1; /* an entry may lie across two pieces */
-    for (int64_t at = 0; !st && !*yes;) {
+    for (int64_t at = 0; chunk && !st && !*yes;) {
         size_t got;
         st = bg_pread_full(journal_fd, chunk, CHUNK, at, &got, journal_name, err);
         *yes = !st && memmem(chunk, got, entry.data, entry.len) != NULL;

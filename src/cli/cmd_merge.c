@@ -26,7 +26,7 @@ static int print(const bg_job *job, const bg_merged *m)
 int bg_cmd_merge(const bg_job *job)
 {
     bg_error err = {0};
-    bg_merged m;
+    bg_merged m = {0};
     bg_status st = BG_OK;
     if (!job->inputs.n)
         st = bg_fail(&err, BG_ARG, "no shards: name the outputs of all shards of a job");

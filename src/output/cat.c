@@ -132,7 +132,11 @@ bg_status bg_cat(const bg_cat_config *c, bg_sink *sink, int64_t *n_lines, bg_err
     cat x = {.c = c, .sink = sink, .views = calloc((size_t)c->n_paths + 1, sizeof(bg_view))};
     bg_status st = BG_OK;
     if (c->ordered) x.order = bg_order_new(0);
-    if (!x.views || (c->ordered && !x.order)) st = bg_fail(err, BG_NOMEM, "out of memory");
+    if (!x.views || (c->ordered && !x.order)) {
+        free(x.views);
+        bg_order_free(x.order);
+        return bg_fail(err, BG_NOMEM, "out of memory");
+    }
     for (int i = 0; !st && i < c->n_paths; i++)
         st = read_file(&x, i, err);
     if (x.order && !st) bg_order_sort(x.order);
@@ -143,7 +147,7 @@ bg_status bg_cat(const bg_cat_config *c, bg_sink *sink, int64_t *n_lines, bg_err
         st = bg_order_text(x.order, p, &text, err);
         if (!st) st = put(&x, text, p->n, err);
     }
-    for (int i = 0; x.views && i < c->n_paths; i++)
+    for (int i = 0; i < c->n_paths; i++)
         bg_view_release(&x.views[i]);
     free(x.views);
     bg_order_free(x.order);

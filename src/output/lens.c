@@ -98,11 +98,16 @@ static const char *key(const char *p, const char *end)
 
 const char *bg_lens_skip(const char *p, const char *end, bg_slice *value)
 {
-    unsigned char objects[MAX_DEPTH / 8]; /* bit: this level is an object */
-    int depth = 0;
     *value = (bg_slice){0};
     p = space(p, end);
     const char *start = p;
+    if (p < end && *p != '{' && *p != '[') {
+        p = scalar(p, end);
+        if (p) *value = (bg_slice){start, (size_t)(p - start)};
+        return p;
+    }
+    unsigned char objects[MAX_DEPTH / 8] = {0}; /* bit: this level is an object */
+    int depth = 0;
     for (;;) { /* at the start of a value */
         p = space(p, end);
         if (p == end) return NULL;

@@ -414,7 +414,11 @@ bg_status bg_merge(const char *const *paths, int n_paths, const char *out, bg_me
     *m = (bg_merged){.n_shards = n_paths};
     merge x = {.s = calloc((size_t)n_paths + 1, sizeof(shard)), .order = bg_order_new(0), .m = m};
     bg_status st = BG_OK;
-    if (!x.s || !x.order) st = no_memory(out, err);
+    if (!x.s || !x.order) {
+        free(x.s);
+        bg_order_free(x.order);
+        return no_memory(out, err);
+    }
     for (int i = 0; !st && i < n_paths; i++) {
         shard *s = &x.s[x.n];
         *s = (shard){.path = paths[i], .error_fd = -1};

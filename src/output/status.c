@@ -52,7 +52,7 @@ static long search_locks(unsigned maj, unsigned min, unsigned long long inode, l
         holder = l.pid;
         if (found) *found = l;
     }
-    fclose(f);
+    (void)fclose(f);
     return holder;
 }
 
@@ -81,7 +81,7 @@ static bool alive(int64_t pid)
     FILE *f = fopen(path, "re");
     if (!f) return true;
     size_t n = fread(text, 1, sizeof text - 1, f);
-    fclose(f);
+    (void)fclose(f);
     text[n] = 0;
     p = strrchr(text, ')'); /* the state is behind the name, which may hold anything */
     return !p || (p[1] && p[2] != 'Z' && p[2] != 'X');

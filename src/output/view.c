@@ -399,7 +399,7 @@ static bg_status more_behind(const bg_view *v, bool *yes, bg_error *err)
     bg_found found;
     bg_error why = {0};
     uint64_t bytes;
-    char next[sizeof magic];
+    char next[sizeof magic] = {0};
     size_t got = 0;
     bg_status st = bg_reader_frame(v->out_fd, v->path, v->out_end, v->out_size, 0, &raw, &text,
                                    &bytes, &found, &why, err);

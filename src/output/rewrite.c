@@ -235,8 +235,9 @@ static bg_status keep_line(rewrite *r, int i, const bg_out_line *line, bg_error 
         r->n_changed++;
     }
     if (record < 0 || bg_ranges_has(r->done, record))
-        return bg_fail(err, BG_INTERNAL, "%s: record %lld would have two results", path,
-                       (long long)record);
+        return bg_fail(err, record == old.record ? BG_FORMAT : BG_INTERNAL,
+                       "%s: byte %llu: a second result of record %lld; nothing was changed", path,
+                       (unsigned long long)line->offset, (long long)record);
     if (!bg_ranges_add(r->done, record, record) ||
         (old.key && !bg_keys_set(r->keys, record, old.key)))
         return no_memory(r->w, err);

@@ -160,6 +160,8 @@ Test(rewrite, failed_results_are_taken_out)
                 open_again(&j, &err);
                 cr_expect(!j.rec.finished && j.rec.resumed && j.rec.cut_bytes == 0);
                 cr_expect(j.rec.n_records == n - bad && j.rec.n_failed == 0);
+                cr_expect(j.rec.input_end == 0 && j.rec.n_partials == 0,
+                          "perhaps of other records");
                 end_job(&j);
                 finish_and_check(j, "retried", 0);
             }

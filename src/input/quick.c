@@ -142,8 +142,7 @@ static const char *string(quick *q, size_t *n)
         *n = (size_t)(stop - start);
         return high && !bg_utf8_valid(start, *n) ? NULL : start;
     }
-    /* An escape is never shorter than what it stands for, so the rest of the line is room enough;
-     * but reserving that for each string would copy nothing and cost much. Find the end first. */
+    /* An escape is never shorter than what it stands for, so the string's own length is room. */
     const char *close = stop;
     while (close < q->end && *close == '\\') {
         close = close + 1 < q->end ? close + 2 : q->end;
@@ -152,6 +151,7 @@ static const char *string(quick *q, size_t *n)
     if (close == q->end || *close != '"' || !reserve(q, (size_t)(close - start) + 1)) return NULL;
     if (high && !bg_utf8_valid(start, (size_t)(close - start))) return NULL;
     char *out = q->scratch;
+    if (!out) return NULL;
     while (stop < close) {
         memcpy(out, start, (size_t)(stop - start));
         out += stop - start;

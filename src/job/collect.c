@@ -205,7 +205,7 @@ static bool regain_infos(const bg_collect *c, choice *ch, int n)
 {
     const bg_partial *p = n ? find_partial(c, ch->rec->item->req.record, ch->index) : NULL;
     if (!p || !p->probs) return true;
-    if (!room_for_infos(ch, (size_t)n)) return false;
+    if (!room_for_infos(ch, (size_t)n) || !ch->infos) return false;
     memcpy(ch->infos, p->probs, (size_t)n * sizeof *ch->infos);
     return true;
 }

@@ -173,7 +173,8 @@ typedef struct bg_outcome {
     int stopped_by;              /* signal number, or 0 */
     int64_t n_records, n_failed; /* results in the output */
     int64_t n_now;               /* of them written by this run */
-    char *summary; /* JSON (schemas/summary.schema.json), the caller's to free; NULL: out of memory */
+    char *
+        summary; /* JSON (schemas/summary.schema.json), the caller's to free; NULL: out of memory */
 } bg_outcome;
 
 /* Runs (or resumes) the job: returns when it has finished, was stopped or failed. Progress and

@@ -84,7 +84,7 @@ void bg_summary_print(const bg_summary *s, FILE *out)
         fprintf(
             out,
             "      %llu prompt tokens (%llu cached), %llu output tokens: %.0f output tokens/s\n",
-            (unsigned long long)(es->prompt_tokens + es->cached_tokens),
+            (unsigned long long)es->prompt_tokens + (unsigned long long)es->cached_tokens,
             (unsigned long long)es->cached_tokens, (unsigned long long)es->output_tokens,
             rate(es->output_tokens, s->run_ns));
     if (!o->finished && !o->too_many)

@@ -62,7 +62,7 @@ def seal(obj):
 class Journal:
     """A journal's whole entries. torn: what follows them. partial: {(record, choice): tokens}."""
 
-    def __init__(self, data, truth=None):
+    def __init__(self, data):
         self.entries, self.commits, self.runs = [], [], 0
         self.identity = self.end = None
         self.rewrite = False
@@ -81,11 +81,11 @@ class Journal:
                 obj = None
             good = isinstance(obj, dict) and space == b" " and hash64(body) in (None, digits)
             require(good, f"journal: byte {pos}: a damaged entry before the end: {line[:200]}")
-            self._take(obj, pos, truth)
+            self._take(obj, pos)
             pos = stop + 1
         self.size, self.torn = pos, data[pos:]
 
-    def _take(self, obj, pos, truth):
+    def _take(self, obj, pos):
         where = f"journal: byte {pos}:"
         require(bool(self.entries) == ("batchgen" not in obj), where, "identity belongs first, once")
         require((self.end is None or "rewrite" in obj) and not self.rewrite, where, "an entry after the end")
@@ -96,7 +96,7 @@ class Journal:
         elif "run" in obj:
             self.runs += 1
         elif "commit" in obj:
-            self._commit(obj["commit"], where, truth)
+            self._commit(obj["commit"], where)
         elif "end" in obj:
             self.end = obj["end"]
             require(self.end["records"] == len(self.done), where, "end counts", self.end["records"],
@@ -106,7 +106,7 @@ class Journal:
         else:
             require(False, where, "an unknown entry", list(obj))
 
-    def _commit(self, c, where, truth):
+    def _commit(self, c, where):
         if self.commits:
             last = self.commits[-1]
             require(c["n"] == last["n"] + 1, where, "commit", c["n"], "after", last["n"])
@@ -133,8 +133,6 @@ class Journal:
             self.partial[key] = now
             if len(now) > len(self.ever.get(key, [])):
                 self.ever[key] = now
-            if truth is not None:
-                agree(truth, key, now)
         self.commits.append(c)
 
 
@@ -211,7 +209,7 @@ def check(out, record_of, errors=None, truth=None):
     if raw is None or not raw:
         require(not os.path.exists(out) or os.path.getsize(out) == 0, f"{out}: results, and no journal")
         return s
-    j = s.journal = Journal(raw, truth)
+    j = s.journal = Journal(raw)
     if j.rewrite:
         s.stage = "rewrite"
         new = read(out + ".journal.rewrite")
@@ -219,13 +217,15 @@ def check(out, record_of, errors=None, truth=None):
             text, bad = decompress(None, out)
             require(not bad and (not text or text.endswith(b"\n")), f"{out}: unreadable in a rewrite")
         if new is not None:
-            j = s.journal = Journal(new, truth)
+            j = s.journal = Journal(new)
             out = out + ".rewrite" if os.path.exists(out + ".rewrite") else out
             if errors and os.path.exists(errors + ".rewrite"):
                 errors += ".rewrite"
     if not j.entries:
         require(not os.path.exists(out) or os.path.getsize(out) == 0, f"{out}: results, and no identity")
         return s
+    for key, tokens in j.ever.items() if truth is not None else ():
+        agree(truth, key, tokens)
     if s.stage != "rewrite":
         s.stage = "end" if j.end else "open"
     wanted = [set(ranges(c["records"])) for c in j.commits]

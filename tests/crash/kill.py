@@ -29,7 +29,7 @@ import tempfile
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from journal import Journal, State, Violation, check, failed_line, read, require  # noqa: E402
+from journal import Journal, State, Violation, agree, check, failed_line, read, require  # noqa: E402
 
 BUILD = os.path.abspath(os.environ.get("BUILD", "build"))
 BATCHGEN, MKMODEL = f"{BUILD}/batchgen", f"{BUILD}/mkmodel"
@@ -314,14 +314,16 @@ class Reference:
         began = time.monotonic()
         p = job.start("--summary", f"{folder}/summary.json")
         last, first = b"", None
-        while p.poll() is None:  # the journal may be folded at the end: the longest one is kept
+        while p.poll() is None:
             now = read(job.out + ".journal") or b""
-            if len(now) > len(last):
-                last = now
+            if len(now) < len(last):  # it was folded, at the end or in between
+                self.learn(last)
+            last = now
             if first is None and b'{"commit"' in now:
                 first = time.monotonic() - began
             require(time.monotonic() - began < HANG, shape.name, "undisturbed: hangs")
             nap()
+        self.learn(last)
         if p.returncode == 64 and shape.needs:
             self.missing = "refused"
             return
@@ -330,10 +332,6 @@ class Reference:
         self.code = p.returncode
         self.first_commit = first or self.first_commit
         state = job.check()
-        for tokens in (Journal(last).ever, state.journal.ever):
-            for key, t in tokens.items():
-                if len(t) > len(self.truth.get(key, [])):
-                    self.truth[key] = t
         self.results.update(state.results)
         self.text = self._text(job)
         with open(f"{folder}/summary.json") as f:
@@ -350,6 +348,10 @@ class Reference:
                  "shard": lambda: len(state.results) <= len(shape.records) * 0.6}
         if shape.needs in works and not works[shape.needs]():
             self.missing = "without effect"
+
+    def learn(self, journal):
+        for key, tokens in Journal(journal).ever.items():
+            agree(self.truth, key, tokens)
 
     @staticmethod
     def _text(job):

@@ -100,20 +100,20 @@ class TornTails(Case):
 
     def test_output_cut(self):
         def test(data, journal, resume):
-            step = 1 if data[:1] != b"{" else 5  # of lz4 every length
+            step = 1 if data[:1] != b"{" else 9  # of lz4 every length
             for n in list(range(1, 65, step)) + [len(data) - 1]:
                 resume(data[:len(data) - n], journal, f"{n} bytes cut")
         self.both(test)
 
     def test_journal_cut(self):
         def test(data, journal, resume):
-            for n in range(1, 65, 4):
+            for n in range(1, 65, 6):
                 resume(data, journal[:len(journal) - n], f"{n} bytes cut")
         self.both(test)
 
     def test_zeros_appended(self):
         def test(data, journal, resume):
-            for n in [1, 2, 3, 4, 7, 8, 31, 64]:
+            for n in [1, 2, 7, 32, 64]:
                 resume(data + bytes(n), journal, f"{n} zeros")
                 resume(data, journal + bytes(n), f"{n} zeros in the journal")
         self.both(test)
@@ -122,7 +122,7 @@ class TornTails(Case):
         rnd = random.Random(3)
 
         def test(data, journal, resume):
-            for n in [1, 2, 3, 4, 7, 8, 31, 64]:
+            for n in [1, 2, 7, 32, 64]:
                 resume(data + rnd.randbytes(n), journal, f"{n} bytes of noise")
                 resume(data, journal + rnd.randbytes(n), f"{n} bytes of noise in the journal")
                 resume(data + rnd.randbytes(n), journal + rnd.randbytes(n), f"{n} bytes of noise in both")
@@ -735,19 +735,19 @@ class StopAndLock(Case):
 
     def test_3_time_limit(self):
         want = self.want()
-        _, err = batchgen("run", self.inp, "-o", self.out, *self.slow, "--grace", "0.1", "--time-limit", "0.15", code=None)
-        if not os.path.exists(self.out + ".journal") or Journal(read(self.out + ".journal")).end:
-            self.skipTest("the machine is too fast or too slow for this limit")
-        self.assertIn(b"again", err)
-        for _ in range(200):
-            before = len(Journal(read(self.out + ".journal")).done)
+        limit, done, stops = 0.2, 0, 0
+        while True:
             p = subprocess.run([BATCHGEN, "run", self.inp, "-o", self.out, *self.slow, "--grace", "0.1", "--time-limit",
-                                "0.3", "-q"], env=environment(), stderr=subprocess.PIPE)
-            self.assertIn(p.returncode, (0, 75), p.stderr)
-            self.assertGreaterEqual(len(Journal(read(self.out + ".journal")).done), before)
+                                f"{limit:.3f}"], env=environment(), stderr=subprocess.PIPE)
             if p.returncode == 0:
                 break
-        self.assertEqual(p.returncode, 0)
+            self.assertEqual(p.returncode, 75, p.stderr)
+            self.assertIn(b"again", p.stderr)
+            stops += 1
+            now = len(check(self.out, lambda r, _: r["line"] - 1).results)
+            self.assertGreaterEqual(now, done)
+            done, limit = now, limit * 1.3  # a machine may need longer to get anywhere at all
+        self.assertGreater(stops, 0)
         self.assertEqual(by_line(self.out), want)
 
     def test_5_no_terminal_no_tricks(self):

@@ -319,9 +319,12 @@ bg_status bg_prepare(bg_prepared *p, const bg_job *job, FILE *messages, bg_outco
                      "or try them again with --retry-failed",
                      job->output, (long long)rec->n_failed, (long long)job->max_failed);
     } else if (rec->resumed && !job->quiet) {
-        fprintf(messages, "%s: going on after %lld records%s\n", job->output,
-                (long long)rec->n_records,
-                rec->cut_bytes ? " (an uncommitted tail was cut off)" : "");
+        fprintf(messages, "%s: going on after %lld records", job->output,
+                (long long)rec->n_records);
+        if (rec->cut_bytes)
+            fprintf(messages, " (an uncommitted tail of %llu bytes was cut off)",
+                    (unsigned long long)rec->cut_bytes);
+        fputc('\n', messages);
     }
     return st;
 }

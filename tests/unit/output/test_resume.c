@@ -252,6 +252,10 @@ Test(resume, what_may_differ_is_told)
     cr_expect_eq(reopen(&j, &c, &err), BG_ARG);
     cr_expect(strstr(err.text, "seed was not set") && !strstr(err.text, "n was"), "%s", err.text);
     json_object_del(other, "seed");
+    json_object_set_new(other, "model", json_string("huge"));
+    cr_expect_eq(reopen(&j, &c, &err), BG_ARG);
+    cr_expect(strstr(err.text, "model was") && !strstr(err.text, "n was"), "%s", err.text);
+    json_object_set_new(other, "model", json_string("tiny"));
     bytes out = load(out_path), journal = load(journal_path);
     cr_expect_eq(reopen(&j, &c, &err), BG_OK, "%s", err.text);
     cr_expect(j.rec.differs && !j.rec.finished && j.rec.n_records == 40);

@@ -17,6 +17,7 @@ last start in before/. Needs python3, lz4 and the build folder's batchgen and mk
 import argparse
 import copy
 import ctypes
+import gzip
 import json
 import os
 import random
@@ -201,10 +202,13 @@ class Shape:
     """A kind of job. extra: options that a feature needs, which is left out when it is not there."""
 
     def __init__(self, name, records, *args, out="out.jsonl.lz4", preset="tiny-llama", exact=True, inputs=1,
-                 errors=None, needs=None, retry=False, shards=1, grow=4, saves=False, edit=None):
+                 errors=None, needs=None, retry=False, shards=1, grow=4, saves=False, edit=None,
+                 gz=False, limit=0):
         self.name, self.records, self.args, self.out, self.preset = name, records, list(args), out, preset
         self.exact = exact      # the tokens of the last run can be counted
         self.inputs, self.errors, self.needs, self.retry, self.shards = inputs, errors, needs, retry, shards
+        self.gz = gz            # the input is compressed
+        self.limit = limit      # records that are asked for first; then all
         self.edit = edit        # what the input becomes half-way
         self.saves = saves      # so long that most tokens must have been saved at some time
         self.grow = grow        # commits that a run gets at most before it is killed
@@ -222,6 +226,8 @@ SHAPES = [
     Shape("preempted", long(24, 200), *EACH, *TINY_POOL, grow=6),
     Shape("gemma", mixed(60), *EACH, preset="tiny-gemma3"),
     Shape("two-inputs-openai", openai(80), *EACH, inputs=2),
+    Shape("gz-input", mixed(80), *EACH, gz=True),
+    Shape("limit-then-all", mixed(120), *EACH, limit=50),
     Shape("logprobs", logprobs(80), *EACH, exact=False),
     Shape("stops", stops(60), *EACH, exact=False, out="out.jsonl"),
     Shape("f32", mixed(40), *EACH, "--compute", "f32", "--max-num-seqs", 3),
@@ -249,8 +255,10 @@ class Job:
         n, self.inputs, self.number = len(lines), [], {}
         for k in range(shape.inputs):  # the same paths in every folder: they are in the results
             name, first, last = f"in{k}.jsonl", k * n // shape.inputs, (k + 1) * n // shape.inputs
-            with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
-                f.write("".join(x + "\n" for x in lines[first:last]))
+            data = "".join(x + "\n" for x in lines[first:last]).encode()
+            name += ".gz" if shape.gz else ""
+            with open(f"{folder}/{name}", "wb") as f:
+                f.write(gzip.compress(data, mtime=0) if shape.gz else data)
             self.inputs.append(name)
             for i in range(first, last):
                 self.number[(name if shape.inputs > 1 else None, i - first + 1)] = i
@@ -378,7 +386,7 @@ class Campaign:
         self.state = self.job.check()
         self.wanted = {r: v for r, v in (self.ref.before or self.ref).results.items()
                        if self.shape.shards == 1 or r % self.shape.shards == shard - 1}
-        self.old_job, self.edited = None, False
+        self.old_job, self.edited, self.limit = None, False, self.shape.limit
         self.kills, self.starts, self.verified, self.busy = {}, 0, 0, 0
         self.regained = self.gave_up = self.replacing = self.tails = self.looks = self.repairs = 0
 
@@ -627,7 +635,7 @@ class Campaign:
 
     def count_tokens(self, before, after):
         """What the run generated is committed or saved, and what was saved it did not generate again."""
-        if not self.shape.exact or self.shape.retry or self.shape.edit or before.stage == "end":
+        if not self.shape.exact or self.shape.retry or self.shape.edit or before.stage == "end" and not self.shape.limit:
             return
         with open(f"{self.dir}/summary.json") as f:
             made = json.load(f)["usage"]["output_tokens"]
@@ -645,6 +653,10 @@ class Campaign:
         retried = self.shape.retry and (self.state.stage == "end" or self.state.stage == "rewrite" or self.rnd.random() < 0.3)
         if retried:
             more.append("--retry-failed")
+        if self.limit and self.state.stage == "end":
+            self.limit = 0
+        if self.limit:
+            more += ["--limit", self.limit]
         target, moment, called = self.choose()
         if target == "term":
             more += ["--grace", "0"]
@@ -689,15 +701,15 @@ class Campaign:
             had = self.made()
             done = self.run_once(True)
             idle = idle + 1 if self.made() == had else 0
-            if done and not self.editing and (not self.shape.retry or idle > 5):
+            if done and not self.editing and not self.limit and (not self.shape.retry or idle > 5):
                 break
         if self.editing:
             self.edit()
         quiet = 0
-        while not self.state.stage == "end" or self.old_job or self.shape.retry and quiet == 0:
+        while not self.state.stage == "end" or self.limit or self.old_job or self.shape.retry and quiet == 0:
             quiet += 1
             require(quiet < 10, "it does not end even undisturbed")
-            if self.run_once(False):
+            if self.run_once(False) and not self.limit:
                 break
         self.final()
 

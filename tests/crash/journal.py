@@ -54,11 +54,6 @@ def ranges(text):
     return out
 
 
-def seal(obj):
-    data = obj if isinstance(obj, bytes) else json.dumps(obj, separators=(",", ":")).encode()
-    return data + b" " + hash64(data).encode() + b"\n"
-
-
 class Journal:
     """A journal's whole entries. torn: what follows them. partial: {(record, choice): tokens}."""
 

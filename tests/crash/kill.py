@@ -826,9 +826,14 @@ def main():
     top = o.dir or tempfile.mkdtemp(prefix="batchgen-crash.")
     os.makedirs(top, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    bad = run_all(o, shapes, top, began, deadline)
-    if not bad and not o.dir:
-        shutil.rmtree(top, ignore_errors=True)
+    bad = None
+    try:
+        bad = run_all(o, shapes, top, began, deadline)
+    except KeyboardInterrupt:
+        return 130
+    finally:  # of an interrupted run, too, nothing is left
+        if not bad and not o.dir:
+            shutil.rmtree(top, ignore_errors=True)
     return 1 if bad else 0
 
 

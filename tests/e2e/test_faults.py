@@ -279,7 +279,7 @@ class States(Faults):
     EVERY = (("write", ("ENOSPC", "EIO", "short+EDQUOT")), ("sync", ("EIO", "ENOSPC")), ("ftruncate", ("EIO",)),
              ("rename", ("EIO", "ENOSPC")), ("open", ("EMFILE", "ENOSPC")), ("unlink", ("EIO",)), ("flock", ("ENOLCK",)),
              ("fstat", ("EIO",)), ("close", ("EIO",)), ("read", ("EIO", "short", "EINTR")), ("alloc", ("ENOMEM",)))
-    MOST = 8
+    MOST = 6
 
     def setUp(self):
         super().setUp()

@@ -159,8 +159,7 @@ static bg_status start_anew(bg_writer *w, bg_error *err)
     bg_buf_clear(&w->entry);
     bg_buf_str(&w->entry, w->first);
     st = put_entry(w, err);
-    if (!st) st = bg_out_sync_dir(w->sys, w->lock->real, err);
-    if (!st) st = bg_out_sync_dir(w->sys, w->journal_real, err);
+    if (!st) st = bg_writer_sync_names(w, err);
     if (st) return st;
     w->lock->made = false;
     w->folded_end = w->journal.end;
@@ -192,6 +191,11 @@ static bg_status begin(bg_writer *w, bg_error *err)
     bg_status st = open_errors(w, true, err);
     if (!st) st = bg_writer_remove_stale(w, err);
     if (!st) st = cut_tails(w, err);
+    /* A start before this one may have ended between a write or a new name and its sync. What was
+     * read so far is relied on from here on, and told; and what is appended must not reach the disk
+     * before it. */
+    if (!st) st = bg_writer_sync_names(w, err);
+    if (!st) st = bg_out_sync(&w->journal, err);
     if (st || w->finished) return st;
     if (w->adopted || w->differs || !worth_folding(w, FOLD_AT_START)) return put_run(w, err);
     const bg_manifest m = bg_writer_manifest(w);

@@ -65,7 +65,7 @@ static const char *real_of(const bg_writer *w, int i)
     return i == BG_SIDE_OUT ? w->lock->real : w->side[i].real;
 }
 
-static bg_status sync_dirs(const bg_writer *w, bg_error *err)
+bg_status bg_writer_sync_names(const bg_writer *w, bg_error *err)
 {
     bg_status st = bg_out_sync_dir(w->sys, w->journal_real, err);
     for (int i = 0; i < BG_SIDES && !st; i++)
@@ -347,7 +347,7 @@ static bg_status put_files(rewrite *r, bool with_end, bg_error *err)
     }
     const bg_manifest m = manifest(r, with_end);
     if (!st) st = bg_writer_put_manifest(r->w, &m, &r->journal.f, err);
-    if (!st) st = sync_dirs(r->w, err);
+    if (!st) st = bg_writer_sync_names(r->w, err);
     return st;
 }
 
@@ -370,7 +370,8 @@ static bg_status take_names(rewrite *r, bg_error *err)
     bg_status st = BG_OK;
     for (int i = 0; i < BG_SIDES && !st; i++)
         if (r->side[i].f.fd >= 0) st = bg_out_rename(w->sys, r->side[i].path, real_of(w, i), err);
-    if (!st) st = sync_dirs(w, err); /* the journal must not be the first to have its name */
+    if (!st)
+        st = bg_writer_sync_names(w, err); /* the journal must not be the first to have its name */
     if (!st) st = bg_out_rename(w->sys, r->journal.path, w->journal_real, err);
     if (!st) st = bg_out_sync_dir(w->sys, w->journal_real, err);
     return st;
@@ -561,9 +562,11 @@ bg_status bg_writer_roll_forward(bg_writer *w, const bg_writer_config *c, bg_err
     if (!path) return no_memory(w, err);
     w->lock->made = false;
     bg_status st = check_new_journal(w, path, c, err);
+    /* Its run may have been killed before it could sync the entry. */
+    if (!st) st = bg_out_sync(&w->journal, err);
     for (int i = 0; i < BG_SIDES && !st; i++)
         st = roll_side(w, i, err);
-    if (!st) st = sync_dirs(w, err);
+    if (!st) st = bg_writer_sync_names(w, err);
     if (!st) st = bg_out_rename(w->sys, path, w->journal_real, err);
     if (!st) st = bg_out_sync_dir(w->sys, w->journal_real, err);
     free(path);

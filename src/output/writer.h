@@ -82,6 +82,8 @@ bg_status bg_writer_put_manifest(bg_writer *w, const bg_manifest *m, bg_out_file
 /* Puts it in the journal's place. */
 bg_status bg_writer_fold(bg_writer *w, const bg_manifest *m, bg_error *err);
 
+/* Syncs the folders of all files: a file that was synced may still have no name. */
+bg_status bg_writer_sync_names(const bg_writer *w, bg_error *err);
 /* Removes what a fold or rewrite that did not come to count has left. */
 bg_status bg_writer_remove_stale(const bg_writer *w, bg_error *err);
 /* A rewrite that counts, but was not brought to its end: ends it. The lock, the error file and the

@@ -148,6 +148,7 @@ typedef struct job {
     enum { ERRORS_NONE, ERRORS_PLAIN, ERRORS_LZ4 } errors; /* the error file */
     bool ordered;
     bool retry; /* takes failed results out when it goes on */
+    bool overwrite;
     uint64_t fold_bytes;
     /* out */
     bg_recovered rec;
@@ -266,6 +267,7 @@ UNUSED static bg_writer_config config_of(const job *j, json_t *identity)
                               .identity = identity,
                               .error_path = j->errors ? errors_path : NULL,
                               .ordered = j->ordered,
+                              .overwrite = j->overwrite,
                               .fold_bytes = j->fold_bytes,
                               .commit_bytes = 1 << 20,
                               .commit_ns = INT64_MAX / 4};
@@ -310,6 +312,7 @@ UNUSED static bg_status run_job(job *j, const bg_out_sys *sys, bg_error *err)
     bg_buf line = {0};
     int fresh = 0;
     bg_status st = bg_writer_open_on(&j->w, &c, sys, &j->rec, err);
+    if (!st) st = bg_writer_begin(j->w, err);
     if (st) goto out;
     j->durable = (int)j->rec.n_records;
     for (int k = 0; k < j->rec.n_partials; k++) { /* what comes back is what was given */
@@ -325,7 +328,6 @@ UNUSED static bg_status run_job(job *j, const bg_out_sys *sys, bg_error *err)
     }
     if (j->partials) bg_writer_on_partials(j->w, in_flight, j);
     if (j->retry && j->rec.n_failed) st = retry_failed(j, err);
-    if (!st) st = bg_writer_begin(j->w, err);
     for (int i = 0; i < j->n && !st; i++) {
         int64_t r = record_at(j->n, i);
         j->now = i;

@@ -134,6 +134,8 @@ Test(crash, each_call_fails)
         each_call_fails(shapes[i], false);
         each_call_fails(shapes[i], true);
     }
+    each_call_fails((job){.format = BG_OUT_LZ4, .stop = 20, .overwrite = true}, true);
+    each_call_fails((job){.errors = ERRORS_PLAIN, .stop = 20, .overwrite = true}, false);
     report("each call fails");
 }
 
@@ -239,6 +241,15 @@ Test(crash, random_rounds)
             bg_status st = run_on_disk(&j, &d, (long)((u >> 1) % (u & 0x10000 ? 20 : 150)),
                                        u & 0x20000 ? 0 : 50 + (u >> 20), &err);
             cr_assert(!st || st == BG_IO, "seed %d, run %d: %s", (int)seed, (int)run, err.text);
+            if (st && (u & 0x40000)) { /* it was killed, and the power goes in the next one */
+                err = (bg_error){0};
+                durable = j.durable;
+                d.fail_at = d.calls + (long)(u >> 19) % 60;
+                st = run_job(&j, &d.sys, &err);
+                end_job(&j);
+                cr_assert(!st || st == BG_IO, "seed %d, run %d: %s", (int)seed, (int)run, err.text);
+                tried++;
+            }
             if (!st) cr_assert_geq(j.rec.n_records, durable, "seed %d", (int)seed);
             disk_crash(&d, FATE_MIXED, seed * 100 + run);
             disk_end(&d);

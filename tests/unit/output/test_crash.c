@@ -213,6 +213,42 @@ Test(crash, power_loss_between_short_writes)
     report("power loss between short writes");
 }
 
+/* A run is killed at each call, which loses nothing yet; the power goes in the beginning of the
+ * next one, with what both had not synced. */
+static void killed_then_power_loss(job shape)
+{
+    static disk d;
+    snapshot s = beginning(&shape, false);
+    for (int f = 0; f < 2; f++) {
+        bool over = false;
+        for (long n = 0; !over; n++) {
+            for (long m = 0; m < 10 && !over; m++) {
+                job j = shape;
+                bg_error err = {0}, err2 = {0};
+                put_snapshot(&s);
+                (void)run_on_disk(&j, &d, n, 0, &err);
+                over = d.calls <= n;
+                d.fail_at = d.calls + m;
+                bg_status st = run_job(&j, &d.sys, &err2);
+                end_job(&j);
+                cr_assert(!st || st == BG_IO, "call %ld and %ld: %s", n, m, err2.text);
+                disk_crash(&d, f ? FATE_LATE : FATE_DROP, 0);
+                disk_end(&d);
+                tried += 2;
+                expect_durable(j, "after a kill and power loss", n);
+            }
+        }
+    }
+    free_snapshot(&s);
+}
+
+Test(crash, killed_then_power_loss)
+{
+    killed_then_power_loss(shapes[0]);
+    killed_then_power_loss(shapes[8]);
+    report("killed, then power loss");
+}
+
 /* Runs of random jobs, again and again cut off at a random call with random losses. */
 Test(crash, random_rounds)
 {

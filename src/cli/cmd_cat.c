@@ -53,7 +53,8 @@ static bool split_fields(const bg_strings *list, bg_strings *fields)
     return ok;
 }
 
-static bg_status cat(const bg_job *job, const bg_strings *fields, bg_error *err)
+/* *opened: the output could be opened, so a failure is about something else. */
+static bg_status cat(const bg_job *job, const bg_strings *fields, bool *opened, bg_error *err)
 {
     const bg_cat_config c = {.paths = (const char *const *)job->inputs.v,
                              .n_paths = job->inputs.n,
@@ -65,6 +66,7 @@ static bg_status cat(const bg_job *job, const bg_strings *fields, bg_error *err)
     bg_sink *sink;
     int64_t n_lines;
     bg_status st = bg_sink_open(&sink, job->output, err);
+    *opened = !st;
     if (st) return st;
     st = bg_cat(&c, sink, &n_lines, err);
     /* What was good before the damage may be all that there is: a pipe gets it. */
@@ -82,13 +84,15 @@ int bg_cmd_cat(const bg_job *job)
 {
     bg_error err = {0};
     bg_strings fields = {0};
+    bool opened = true;
     bg_status st = check(job, &err);
     if (!st && !split_fields(&job->fields, &fields)) st = bg_fail(&err, BG_NOMEM, "out of memory");
     if (!st && job->fields.n && !fields.n)
         st = bg_fail(&err, BG_ARG, "--fields: names no field; write id,text");
     signal(SIGPIPE, SIG_IGN); /* a reader that has enough is no failure */
-    if (!st) st = cat(job, &fields, &err);
+    if (!st) st = cat(job, &fields, &opened, &err);
     bg_strings_release(&fields);
     if (st == BG_IO && err.os == EPIPE) return BG_EXIT_OK;
-    return st ? bg_report(&err) : BG_EXIT_OK;
+    if (st) return opened ? bg_report(&err) : bg_report_output(&err);
+    return BG_EXIT_OK;
 }

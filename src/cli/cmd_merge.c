@@ -1,4 +1,8 @@
+#include <errno.h>
+#include <libgen.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "cli/cli.h"
@@ -23,6 +27,17 @@ static int print(const bg_job *job, const bg_merged *m)
     return BG_EXIT_OK;
 }
 
+/* Found out before all shards are read. */
+static bg_status check_folder(const char *output, bg_error *err)
+{
+    char *copy = strdup(output);
+    bg_status st = BG_OK;
+    if (!copy) return bg_fail(err, BG_NOMEM, "%s: out of memory", output);
+    if (access(dirname(copy), W_OK) != 0) st = bg_fail_os(err, "%s: cannot create", output);
+    free(copy);
+    return st;
+}
+
 int bg_cmd_merge(const bg_job *job)
 {
     bg_error err = {0};
@@ -32,6 +47,8 @@ int bg_cmd_merge(const bg_job *job)
         st = bg_fail(&err, BG_ARG, "no shards: name the outputs of all shards of a job");
     else if (!job->output || strcmp(job->output, "-") == 0)
         st = bg_fail(&err, BG_ARG, "no output: give -o FILE; batchgen cat --ordered prints");
+    else if (check_folder(job->output, &err))
+        return bg_report_output(&err);
     else
         st = bg_merge((const char *const *)job->inputs.v, job->inputs.n, job->output, &m, &err);
     if (st) return bg_report(&err);

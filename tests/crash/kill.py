@@ -76,12 +76,15 @@ def descendants(pid):
     return out
 
 
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def members(session):
+    """[(pid, name)] of the living processes of a session."""
+    out = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        stat = (read(f"/proc/{pid}/stat") or b"").decode(errors="replace")
+        fields = stat.rsplit(")", 1)[-1].split()
+        if fields and fields[0] not in "ZX" and fields[3] == str(session):
+            out.append((int(pid), stat[stat.find("(") + 1:stat.rfind(")")]))
+    return out
 
 
 def nap():
@@ -604,12 +607,12 @@ class Campaign:
             nap()
         return p.returncode
 
-    def gone(self, family):
+    def gone(self, p):
+        """Nothing that the job started outlives it, also what was being forked at that moment."""
         until = time.monotonic() + GONE
-        for pid, name in family:
-            while alive(pid):
-                require(time.monotonic() < until, f"{name} ({pid}) outlives its job")
-                nap()
+        while left := members(p.pid):
+            require(time.monotonic() < until, "outlives its job:", left)
+            nap()
 
     def ended(self, p, before, struck, retried):
         """The job ended by itself. True: it is complete."""
@@ -666,10 +669,9 @@ class Campaign:
         events = Events(self.dir)
         p = self.job.start(*more)
         self.starts += 1
-        family, struck = [], []
+        struck = []
         try:
             while killing and self.await_moment(p, moment, events):
-                family = descendants(p.pid)
                 had = dict(self.kills)
                 dead = self.strike(p, target, called)
                 struck += [k.rsplit(" ", 1)[0] for k in self.kills if self.kills[k] != had.get(k)]
@@ -678,9 +680,8 @@ class Campaign:
                 if target == "term":
                     break
                 target, moment, called = "coordinator", "growth", "after another kill"  # while ranks start anew
-            family += descendants(p.pid)
             self.wait(p)
-            self.gone(family)
+            self.gone(p)
             if p.returncode in (-signal.SIGKILL, -signal.SIGTERM) and struck:  # SIGTERM: before it is handled
                 self.verify(retried)
                 self.disturb()
@@ -691,6 +692,8 @@ class Campaign:
             if p.poll() is None:
                 kill(p.pid)
                 p.wait()
+            for pid, _ in members(p.pid):  # after a violation
+                kill(pid)
 
     def run(self, stop):
         idle = 0

@@ -128,6 +128,7 @@ class Commands(unittest.TestCase):
             batchgen("cat", out, "-o", bad, code=64)
         self.assertEqual(digest(out), before)
         batchgen("cat", self.path("none"), code=66)
+        batchgen("cat", out, "-o", self.path("no/folder"), code=73)
         batchgen("cat", code=64)
         batchgen("cat", "-", code=64)
 
@@ -224,6 +225,9 @@ class Commands(unittest.TestCase):
             s = self.shards(3, errors=errors)
             if errors:
                 self.assertEqual(sum(len(results(self.path(f"err{i}.jsonl"))) for i in (1, 2, 3)), 1)
+                files = [x for i in (1, 2, 3) for x in (s[i - 1], self.path(f"err{i}.jsonl"))]
+                out, _ = batchgen("cat", "--ordered", *files)
+                self.assertEqual(lines(out), results(whole))
             merged = self.path(f"merged{errors:d}.jsonl.lz4")
             out, _ = batchgen("merge", s[2], s[0], s[1], "-o", merged, "--json")
             self.assertEqual(json.loads(out), {"output": merged, "shards": 3, "records": self.n, "failed": 1,
@@ -262,6 +266,7 @@ class Commands(unittest.TestCase):
         batchgen("merge", *s, code=64)
         batchgen("merge", *s, "-o", s[0], code=64)
         batchgen("merge", *s, "-o", "-", code=64)
+        batchgen("merge", *s, "-o", self.path("no/folder"), code=73)
         half = self.path("half.jsonl.lz4")
         job = start_job(self.input, "-o", half, "-m", MODEL, *LONG, "--shard", "3/3")
         self.assertTrue(wait_for_commits(job, half, 1))

@@ -278,8 +278,8 @@ class States(Faults):
     """Faults in what a job does besides running: going on, taking out, renumbering, sorting, two files."""
     EVERY = (("write", ("ENOSPC", "EIO", "short+EDQUOT")), ("sync", ("EIO", "ENOSPC")), ("ftruncate", ("EIO",)),
              ("rename", ("EIO", "ENOSPC")), ("open", ("EMFILE", "ENOSPC")), ("unlink", ("EIO",)), ("flock", ("ENOLCK",)),
-             ("fstat", ("EIO",)), ("close", ("EIO",)), ("read", ("EIO",)), ("alloc", ("ENOMEM",)))
-    MOST = 8
+             ("fstat", ("EIO",)), ("close", ("EIO",)), ("read", ("EIO", "short", "EINTR")), ("alloc", ("ENOMEM",)))
+    MOST = 6
 
     def setUp(self):
         super().setUp()
@@ -330,9 +330,11 @@ class States(Faults):
             for i in self.sample(n, self.MOST):
                 for how in hows if FULL else (hows[i % len(hows)],):
                     where = f"{call} {i} of {n}: {how}"
-                    env = fault(call, i, how, path=None if call == "alloc" else "out", start=i % 2 == 0)
+                    env = fault(call, i, how, path=None if call == "alloc" else "out",
+                                start=i % 2 == 0 and how not in ("short", "EINTR"))
                     with self.subTest(where):
-                        self.one(where, env, *more, codes=(1, 70, 73, 74))
+                        harmless = how in ("short", "EINTR")
+                        self.one(where, env, *more, codes=(1,) if harmless else (1, 70, 73, 74))
 
     def half(self, *more):
         """A job that is killed after some of its commits."""
@@ -641,6 +643,14 @@ class Devices(Faults):
         self.assertEqual(p.returncode, 1)
         self.complete("stderr full")
 
+    def test_notification_that_cannot_start(self):
+        for call in ("fork", "exec", "pipe2"):
+            n = self.count("--notify", "cat > /dev/null", call=call)[0]
+            for i in range(1, n + 1):
+                where = f"{call} {i} of {n}"
+                with self.subTest(where):
+                    self.one(where, fault(call, i, "EAGAIN"), "--notify", "cat > /dev/null", codes=(1, 69, 74))
+
     def test_mode_of_files(self):
         for mask in (0o022, 0o077, 0o002):
             self.clean()
@@ -716,6 +726,20 @@ class Limits(Faults):
             self.assertIn(code, (65,) if mib >= 200 else (65, 70, 74), f"{mib} MiB: {err}")
         _, err = self.run_with("run", self.input, "-o", self.out, "-m", MODEL, "--overwrite",  # sizes as they come
                                limits=[(resource.RLIMIT_AS, 1 << 30)], code=1)
+
+    def test_going_on_with_other_memory(self):
+        """The context that free memory allowed is the job's: more of it later changes nothing."""
+        self.clean()
+        args = ["run", self.input, "-o", self.out, "-m", MODEL, "--threads", "2", "--max-num-seqs", "4", *EACH]
+        contexts = set()
+        for mib, more in ((300, ["--limit", "2"]), (340, ["--limit", "3"]), (400, ["--limit", "4"]), (None, [])):
+            limits = [(resource.RLIMIT_AS, mib << 20)] if mib else []
+            code, err = self.run_with(*args, *more, limits=limits)
+            self.assertIn(code, (0, 1), f"{mib}: {err}")
+            contexts.add(re.search(r"context (\d+)", err)[1])
+        self.assertEqual(len(contexts), 1)
+        self.assertNotEqual(contexts, {"131072"})
+        self.assertEqual(self.committed(), self.want)
 
 
 class CutModel(Faults):

@@ -98,7 +98,7 @@ static bg_status cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_
     if (max_rows < 0 || cols < 0 || (cols > 0 && max_rows > INT64_MAX / 16 / cols))
         return bg_fail(err, BG_INTERNAL, "%s: [%lld, %lld] is no shape", name, (long long)max_rows,
                        (long long)cols);
-    void *data;
+    void *data = NULL;
     bg_status st = take((bg_cuda *)b, &data, (size_t)(max_rows * cols) * sizeof(float), name, err);
     if (!st) *a = (bg_act){data, max_rows, cols, name};
     return st;
@@ -108,7 +108,7 @@ static bg_status cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const 
                               int64_t n, bg_error *err)
 {
     *v = (bg_vec){0};
-    float *data;
+    float *data = NULL;
     if (n < 0) return bg_fail(err, BG_INTERNAL, "%s: %lld values", name, (long long)n);
     bg_status st = take((bg_cuda *)b, &data, (size_t)n * sizeof *data, name, err);
     if (!st && n) st = put(data, host, (size_t)n * sizeof *data, name, err);
@@ -144,7 +144,12 @@ static bg_status upload(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k
     const size_t row_bytes = bg_qtype_row_bytes(p->type, p->k_total), size = weight_bytes(c);
     float *values = malloc((size_t)p->k_total * sizeof *values);
     char *piece = malloc(PIECE * (size_t)k_padded * size);
-    bg_status st = values && piece ? BG_OK : bg_fail(err, BG_NOMEM, "%s: out of memory", p->name);
+    if (!values || !piece) {
+        free(values);
+        free(piece);
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", p->name);
+    }
+    bg_status st = BG_OK;
     for (int64_t r = 0; !st && r < p->n_rows; r += PIECE) {
         const int64_t n = p->n_rows - r < PIECE ? p->n_rows - r : PIECE;
         for (int64_t i = 0; i < n; i++) {
@@ -240,7 +245,7 @@ static bg_status cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_te
     if (st) return st;
     if (!made) return bg_fail(err, BG_NOMEM, "%s: out of memory", t->cname);
     c->embeddings[c->n_embeddings++] = made;
-    void *table;
+    void *table = NULL;
     st = take(c, &table, (size_t)t->ne[1] * (size_t)t->ne[0] * weight_bytes(c), t->cname, err);
     const bg_linear_part all = {.name = t->cname,
                                 .type = t->type,
@@ -463,7 +468,7 @@ static bg_status freq_of(bg_cuda *c, const bg_rope *rope, const float **out, bg_
         }
     if (c->n_freqs == (int)(sizeof c->freqs / sizeof *c->freqs))
         return bg_fail(err, BG_INTERNAL, "more rotations than any model has");
-    float *device;
+    float *device = NULL;
     bg_status st = take(c, &device, (size_t)n * sizeof *device, "rope", err);
     if (!st) st = put(device, rope->freq, (size_t)n * sizeof *device, "rope", err);
     if (st) return st;

@@ -15,21 +15,6 @@ namespace {
 
 constexpr int BLOCK = 128, WARPS = BLOCK / 32, MAX_DIM = 512;
 
-__device__ float load(const float *p)
-{
-    return *p;
-}
-
-__device__ float load(const __half *p)
-{
-    return __half2float(*p);
-}
-
-__device__ float load(const __nv_bfloat16 *p)
-{
-    return __bfloat162float(*p);
-}
-
 __device__ void store(float *p, float v)
 {
     *p = v;
@@ -43,6 +28,40 @@ __device__ void store(__half *p, float v)
 __device__ void store(__nv_bfloat16 *p, float v)
 {
     *p = __float2bfloat16_rn(v);
+}
+
+__device__ float4 four(const float *p)
+{
+    return *(const float4 *)p;
+}
+
+__device__ float4 four(const __half *p)
+{
+    const uint2 raw = *(const uint2 *)p;
+    const float2 a = __half22float2(*(const __half2 *)&raw.x), b = __half22float2(*(const __half2 *)&raw.y);
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+
+__device__ float4 four(const __nv_bfloat16 *p)
+{
+    const uint2 raw = *(const uint2 *)p;
+    const float2 a = __bfloat1622float2(*(const __nv_bfloat162 *)&raw.x);
+    const float2 b = __bfloat1622float2(*(const __nv_bfloat162 *)&raw.y);
+    return make_float4(a.x, a.y, b.x, b.y);
+}
+
+/* q . k over dim values, in their order; dim is a multiple of 4 and both are aligned to four values. */
+template <typename T> __device__ float dot(const float *q, const T *k, int dim)
+{
+    float s = 0;
+    for (int i = 0; i < dim; i += 4) {
+        const float4 v = four(k + i), u = *(const float4 *)(q + i);
+        s = fmaf(u.x, v.x, s);
+        s = fmaf(u.y, v.y, s);
+        s = fmaf(u.z, v.z, s);
+        s = fmaf(u.w, v.w, s);
+    }
+    return s;
 }
 
 /* First value of (block, head, token 0) of a layer. */
@@ -139,7 +158,7 @@ struct attention_args {
 
 template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_args a)
 {
-    __shared__ float q[MAX_DIM];
+    __shared__ __align__(16) float q[MAX_DIM];
     __shared__ float acc_of[WARPS][MAX_DIM];
     __shared__ float max_of[WARPS], sum_of[WARPS];
     const bgk_cache &c = a.cache;
@@ -164,10 +183,7 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
             const int block = table[key / c.block_tokens];
             const T *k = (const T *)c.k + place(c, a.layer, block, kv, dim) +
                          (int64_t)(key % c.block_tokens) * dim;
-            float s = 0;
-            for (int i = 0; i < dim; i++)
-                s = fmaf(q[i], load(k + i), s);
-            score = s * a.scale;
+            score = dot(q, k, dim) * a.scale;
             if (a.softcap > 0) score = a.softcap * tanhf(score / a.softcap);
         }
         float top = score;
@@ -190,8 +206,14 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
             const T *v = (const T *)c.v + place(c, a.layer, block, kv, v_dim) +
                          (int64_t)(kj % c.block_tokens) * v_dim;
 #pragma unroll
-            for (int i = 0; i < MAX_DIM / 32; i++)
-                if (i * 32 + lane < v_dim) acc[i] = fmaf(pj, load(v + i * 32 + lane), acc[i]);
+            for (int i = 0; i < MAX_DIM / 128; i++) {
+                if (i * 128 + lane * 4 >= v_dim) continue;
+                const float4 x = four(v + i * 128 + lane * 4);
+                acc[4 * i] = fmaf(pj, x.x, acc[4 * i]);
+                acc[4 * i + 1] = fmaf(pj, x.y, acc[4 * i + 1]);
+                acc[4 * i + 2] = fmaf(pj, x.z, acc[4 * i + 2]);
+                acc[4 * i + 3] = fmaf(pj, x.w, acc[4 * i + 3]);
+            }
         }
     }
     if (lane == 0) {
@@ -199,8 +221,10 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
         sum_of[warp] = sum;
     }
 #pragma unroll
-    for (int i = 0; i < MAX_DIM / 32; i++)
-        if (i * 32 + lane < v_dim) acc_of[warp][i * 32 + lane] = acc[i];
+    for (int i = 0; i < MAX_DIM / 32; i++) {
+        const int at = i / 4 * 128 + lane * 4 + i % 4;
+        if (at < v_dim) acc_of[warp][at] = acc[i];
+    }
     __syncthreads();
     float all = a.sinks ? a.sinks[head] : -INFINITY;
     for (int w = 0; w < WARPS; w++)

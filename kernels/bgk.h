@@ -49,12 +49,13 @@ cudaError_t bgk_find_bad(unsigned long long *bad, const float *x, int64_t x_cols
 /* ---- linear.cu --------------------------------------------------------------------------------
  * out[t, n] = sum_k x[t, k] w[n, k] + bias[n] (NULL: none), for n in [0, n_rows). w: [n_rows,
  * k_padded], zero beyond k; k_padded is a multiple of 64; 16-byte aligned. One chain over k in
- * float32 for every output: the order depends on k alone. F16: x is rounded to half. F32: nothing
- * is. */
+ * float32 for every output: the order depends on k alone.
+ * F16: x is rounded to half, in scratch (tokens * k_padded halves, 16-byte aligned). F32: nothing
+ * is, and scratch may be NULL. */
 enum { BGK_K_PAD = 64 };
 cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type type,
                        const float *bias, const float *x, int64_t x_cols, int tokens, int n_rows,
-                       int k, int k_padded, cudaStream_t stream);
+                       int k, int k_padded, void *scratch, cudaStream_t stream);
 
 /* ---- attention.cu ----------------------------------------------------------------------------
  * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. */

@@ -61,6 +61,11 @@ bg_status bg_backend_new(bg_backend **b, int device, const bg_backend_config *co
     return make(b, config, device, err);
 }
 
+bool bg_gpus_likely(void)
+{
+    return access("/dev/nvidiactl", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
+}
+
 /* ---- the probe ---------------------------------------------------------------------------------
  */
 

@@ -17,6 +17,8 @@ typedef struct bg_gpu {
     char name[96];
 } bg_gpu;
 
+/* Whether a GPU's driver seems to be there: without one nothing is worth asking. */
+bool bg_gpus_likely(void);
 /* The GPUs of this machine, asked by a process of its own (a driver that is loaded cannot be
  * forked). *n 0: none, or no library, and why (may be NULL, 0 size) says which. BG_IO: no process.
  */

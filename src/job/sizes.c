@@ -79,7 +79,7 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     *free_bytes = 0;
     snprintf(p->device, sizeof p->device, "CPU");
     bool automatic = strcmp(name, "auto") == 0, any = automatic || strcmp(name, "cuda") == 0;
-    if (strcmp(name, "cpu") == 0) return BG_OK;
+    if (strcmp(name, "cpu") == 0 || (automatic && !bg_gpus_likely())) return BG_OK;
     if (!any && (sscanf(name, "cuda:%d%c", &wanted, &tail) != 1 || wanted < 0))
         return bg_fail(err, BG_ARG, "--device: \"%s\" is none of auto, cpu, cuda, cuda:I", name);
     if (job->tp > 1) { /* collectives between GPUs are not there yet */

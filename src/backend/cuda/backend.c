@@ -219,6 +219,13 @@ static bg_status cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear
         at += (size_t)spec->parts[i].n_rows * row_bytes;
     }
     if (!st) st = upload_bias(c, l, spec, err);
+    const int most =
+        c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
+    const size_t scratch = (size_t)most * (size_t)l->k_padded * sizeof(uint16_t);
+    if (!st && scratch > c->scratch_bytes) { /* a narrower one stays until the backend ends */
+        st = take(c, &c->scratch, scratch, "scratch", err);
+        c->scratch_bytes = st ? 0 : scratch;
+    }
     if (!st) *out = l;
     return st;
 }
@@ -445,7 +452,7 @@ static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_l
     }
     return done(err,
                 bgk_linear(out, out_cols, l->w, c->weights, l->bias, x->data, x->cols, n_rows,
-                           l->n_rows, l->k, l->k_padded, c->stream),
+                           l->n_rows, l->k, l->k_padded, c->scratch, c->stream),
                 l->name);
 }
 

@@ -32,6 +32,8 @@ typedef struct bg_cuda {
     size_t n_linears, linears_cap;
     bg_embedding **embeddings;
     size_t n_embeddings, embeddings_cap;
+    void *scratch; /* halves of the widest input of a linear */
+    size_t scratch_bytes;
     bgk_type weights; /* F16, or F32 in proof mode */
 
     bg_steps s;

@@ -59,17 +59,28 @@ DEPS_job     := base gguf text input output comm backend model engine
 DEPS_cli     := $(DEPS_job) job
 MODULES      := base gguf text input output comm backend model engine job cli
 
-srcs = $(shell find src/$(1) -name '*.c' ! -path 'src/cli/main.c' 2>/dev/null | sort)
+srcs = $(shell find src/$(1) -name '*.c' ! -path 'src/cli/main.c' ! -path '*/cuda/*' 2>/dev/null | sort)
 objs = $(patsubst %.c,$(BUILD)/%.o,$(call srcs,$(1)))
 
-NVCC     ?= $(shell command -v nvcc 2>/dev/null)
+# The CUDA backend is a library beside the program, which loads it where there is a GPU: so it is built
+# where nvcc is (CUDA=0: not at all) and one program serves both kinds of machine.
+NVCC     ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+CUDA     ?= $(if $(and $(NVCC),$(if $(SAN),,y)),1,0)
+# Compute capabilities; CUDA_ARCHS=native for this machine's alone.
+CUDA_ARCHS ?= 80 86 89 90a 100a 120a
+CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+GENCODE  := $(if $(filter native,$(CUDA_ARCHS)),-arch=native,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)))
+CU_OBJS  := $(patsubst %.cu,$(BUILD)/%.o,$(sort $(wildcard kernels/*.cu)))
+CUDA_OBJS := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard src/backend/cuda/*.c)))
+CUDA_LIB := $(if $(filter 1,$(CUDA)),$(BUILD)/libbatchgen_cuda.so)
 TOOLS    := $(patsubst tools/%.c,%,$(shell grep -lsw main tools/*.c))
 
-all: $(BUILD)/batchgen $(addprefix $(BUILD)/,$(TOOLS))
-	@echo "built $(BUILD)/batchgen: CPU backend only$(if $(NVCC),, (no nvcc found))"
+all: $(BUILD)/batchgen $(addprefix $(BUILD)/,$(TOOLS)) $(CUDA_LIB)
+	@echo "built $(BUILD)/batchgen: $(if $(CUDA_LIB),CPU and CUDA ($(CUDA_ARCHS)),CPU backend only$(if $(NVCC),, (no nvcc found)))"
 
+# -rdynamic: the CUDA library finds bg_* functions in the program.
 $(BUILD)/batchgen: $(BUILD)/src/cli/main.o $(foreach m,$(MODULES),$(BUILD)/lib/$(m).a)
-	$(Q)$(CC) $(LDFLAGS) -o $@ $< -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
+	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $< -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
 
 define module_rules
 $(BUILD)/lib/$(1).a: $(call objs,$(1))
@@ -83,6 +94,15 @@ $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
+$(CUDA_OBJS): CPPFLAGS += -Ikernels -isystem $(CUDA_HOME)/include
+$(CUDA_OBJS): CFLAGS += -fPIC -fvisibility=hidden
+$(BUILD)/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
+	@mkdir -p $(@D)
+	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<
+
+$(BUILD)/libbatchgen_cuda.so: $(CU_OBJS) $(CUDA_OBJS)
+	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^
+
 # tests/unit/MODULE/test_*.c is one Criterion program each; tests/support/*.c goes into all.
 TESTS := $(patsubst tests/%.c,%,$(sort $(wildcard tests/unit/*/test_*.c)))
 SUPPORT := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/support/*.c))
@@ -94,7 +114,7 @@ LIBTEST := $(if $(filter thread,$(SAN)),,-lcriterion)
 define test_rules
 $(BUILD)/tests/$(1): $(BUILD)/tests/$(1).o $(SUPPORT) $(RUNNER) $(foreach d,$(2) $(DEPS_$(2)),$(BUILD)/lib/$(d).a)
 	@mkdir -p $$(@D)
-	$(Q)$(CC) $(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LIBTEST) $(LDLIBS)
+	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) -Wl,--end-group $(LIBTEST) $(LDLIBS)
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t))))))
 
@@ -172,6 +192,7 @@ bench: all
 SHARE := $(DESTDIR)$(PREFIX)/share
 install: all
 	install -D -m 755 $(BUILD)/batchgen $(DESTDIR)$(PREFIX)/bin/batchgen
+	$(if $(CUDA_LIB),install -D -m 755 $(CUDA_LIB) $(DESTDIR)$(PREFIX)/lib/batchgen/libbatchgen_cuda.so)
 	install -D -m 644 tools/batchgen.1 $(SHARE)/man/man1/batchgen.1
 	install -d $(SHARE)/batchgen/schemas $(SHARE)/batchgen/jobs $(SHARE)/doc/batchgen
 	install -m 644 schemas/*.json $(SHARE)/batchgen/schemas

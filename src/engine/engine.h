@@ -31,6 +31,7 @@
 typedef struct bg_rank_config { /* plain data and strings that outlive the ranks */
     const char *model_path;
     int tp;
+    int gpu; /* 0: the CPU; else 1 + the GPU's number */
     bg_compute compute;
     bg_cache_type cache_type;
     int threads_per_rank;

@@ -1,6 +1,7 @@
-/* What a rank process runs for real: a model on the CPU backend. */
+/* What a rank process runs for real: a model on a backend. */
 #include <stdlib.h>
 
+#include "backend/device.h"
 #include "comm/comm.h"
 #include "engine/rank.h"
 
@@ -46,7 +47,7 @@ static bg_status open_backend(model_rank *m, const bg_rank_config *c, int rank,
                                 .backend = &bc,
                                 .progress = progress,
                                 .ctx = ctx};
-    bg_status st = bg_cpu_backend_new(&m->backend, &bc, err);
+    bg_status st = bg_backend_new(&m->backend, c->gpu - 1, &bc, err);
     if (!st) st = bg_model_load(&m->model, m->gguf, &m->desc, m->backend, &mc, err);
     return st;
 }

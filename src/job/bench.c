@@ -7,6 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "backend/device.h"
 #include "base/clock.h"
 #include "base/rng.h"
 
@@ -187,7 +188,7 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                                 .block_tokens = p->block_tokens,
                                 .cache_type = p->cache_type,
                                 .backend = &bc};
-    bg_status st = bg_cpu_backend_new(&r->b, &bc, err);
+    bg_status st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
     if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
     return st;
 }

@@ -74,7 +74,7 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "model", json_string(m->fingerprint));
     set(o, "served_model_name", json_string(m->name));
     set(o, "strict_model", json_boolean(job->strict_model));
-    set(o, "backend", json_string("cpu"));
+    set(o, "backend", json_string(p->gpu ? "cuda" : "cpu"));
     set(o, "compute", json_string(job->compute == BG_COMPUTE_F32 ? "f32" : "native"));
     set(o, "kv_cache_dtype", json_string(cache_names[p->cache_type]));
     set(o, "tensor_parallel_size", json_integer(p->tp));

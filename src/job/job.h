@@ -59,7 +59,7 @@ typedef struct bg_job {
     int64_t kv_cache_memory; /* bytes over all ranks; 0: automatic */
     int kv_cache_type, compute;
     bool prefix_cache, check_ops, pin_threads;
-    char *isa;
+    char *isa, *device;
     /* input and output */
     int64_t max_line, text_threads;
     int64_t max_nesting, max_prompt_tokens, max_n, max_result, template_steps; /* 0: no limit */
@@ -144,6 +144,8 @@ int bg_job_n_prompts(const bg_request *r);
  * --------------------------------------------------------------------------------------------- */
 
 typedef struct bg_memory_plan {
+    int gpu;          /* 0: the CPU; else 1 + the GPU's number */
+    char device[128]; /* its name */
     int tp, threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
     bg_cache_type cache_type;
     uint64_t weights[8], kv[8], activations[8]; /* bytes of each rank (the first 8) */

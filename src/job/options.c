@@ -104,6 +104,8 @@ const bg_option bg_options[] = {
 
     {"tensor-parallel-size", "tp", 0, BG_OPT_INT, F(tp), NULL, 1, 64, "1", SIZES, true, "Engine",
      "N", "ranks (worker processes) that share the model"},
+    {"device", NULL, 0, BG_OPT_STR, F(device), NULL, ANY, "auto", SIZES, true, NULL, "NAME",
+     "cpu, cuda, cuda:I (the I-th GPU, from 0), or auto: a GPU that holds the model, else the CPU"},
     {"threads", NULL, 't', BG_OPT_INT, F(threads), NULL, 0, 1024, "0", SIZES, true, NULL, "N",
      "compute threads of all ranks; 0: one for each processor"},
     {"max-num-seqs", NULL, 0, BG_OPT_INT, F(max_num_seqs), NULL, 1, 4096, "64", SIZES, true, NULL,

@@ -496,12 +496,14 @@ static void describe(const run *r)
                       (uint64_t)r->p.plan.n_blocks;
     bg_format_bytes(r->p.model.desc.weight_bytes, w, sizeof w);
     bg_format_bytes(kv_all, kv, sizeof kv);
-    fprintf(r->messages,
-            "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, %d rank%s x %d "
-            "thread%s\n",
+    fprintf(r->messages, "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, ",
             r->p.model.name, r->p.model.desc.arch_name, w, kv, r->p.plan.max_model_len,
-            r->p.plan.max_num_seqs, r->p.plan.tp, r->p.plan.tp > 1 ? "s" : "",
-            r->p.plan.threads_per_rank, r->p.plan.threads_per_rank > 1 ? "s" : "");
+            r->p.plan.max_num_seqs);
+    if (r->p.plan.gpu)
+        fprintf(r->messages, "%s\n", r->p.plan.device);
+    else
+        fprintf(r->messages, "%d rank%s x %d thread%s\n", r->p.plan.tp, r->p.plan.tp > 1 ? "s" : "",
+                r->p.plan.threads_per_rank, r->p.plan.threads_per_rank > 1 ? "s" : "");
 }
 
 /* When to stop so that the grace, too, ends within the limit. */

@@ -7,6 +7,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "backend/device.h"
 #include "base/clock.h"
 
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
@@ -56,7 +57,58 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, bg_error *err)
+/* On a GPU weights are half floats (float32 in proof mode), whatever the file has. */
+static uint64_t gpu_weight_bytes(const bg_job *job, const bg_text_model *m)
+{
+    uint64_t values = 0;
+    for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
+        const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
+        values += (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
+    }
+    return values * (job->compute == BG_COMPUTE_F32 ? 4 : 2);
+}
+
+/* Which device: p->gpu, and *free_bytes of it for keys and values (0: it is the CPU). */
+static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
+                               uint64_t *free_bytes, bg_error *err)
+{
+    const char *name = job->device ? job->device : "auto";
+    int wanted = -1, n;
+    char why[400], tail;
+    bg_gpu list[BG_MAX_GPUS];
+    *free_bytes = 0;
+    snprintf(p->device, sizeof p->device, "CPU");
+    bool automatic = strcmp(name, "auto") == 0, any = automatic || strcmp(name, "cuda") == 0;
+    if (strcmp(name, "cpu") == 0 || (automatic && !bg_gpus_likely())) return BG_OK;
+    if (!any && (sscanf(name, "cuda:%d%c", &wanted, &tail) != 1 || wanted < 0))
+        return bg_fail(err, BG_ARG, "--device: \"%s\" is none of auto, cpu, cuda, cuda:I", name);
+    if (job->tp > 1) { /* collectives between GPUs are not there yet */
+        if (automatic) return BG_OK;
+        return bg_fail(err, BG_ARG, "--device %s: one GPU only for now, not --tp %lld", name,
+                       (long long)job->tp);
+    }
+    bg_status st = bg_gpus_probe(list, &n, why, sizeof why, err);
+    if (st) return st;
+    const uint64_t weights = gpu_weight_bytes(job, m), reserve = (uint64_t)1 << 30;
+    for (int i = 0; i < n; i++) {
+        if (wanted >= 0 && list[i].device != wanted) continue;
+        if (list[i].free_bytes < weights + reserve) {
+            if (any) continue;
+            return bg_fail(err, BG_ARG,
+                           "--device %s: %.1f GB of weights do not fit into %.1f GB free", name,
+                           (double)weights * 1e-9, (double)list[i].free_bytes * 1e-9);
+        }
+        p->gpu = 1 + list[i].device;
+        snprintf(p->device, sizeof p->device, "%s", list[i].name);
+        *free_bytes = (list[i].free_bytes - weights - reserve) / 10 * 9;
+        return BG_OK;
+    }
+    if (automatic) return BG_OK;
+    return bg_fail(err, BG_ARG, "--device %s: %s", name,
+                   n ? "no such GPU has memory enough for the model" : why);
+}
+
+static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_bytes, bg_error *err)
 {
     int64_t per_block = (int64_t)p->kv_bytes_per_token * p->block_tokens;
     int64_t per_seq = (p->max_model_len + p->block_tokens - 1) / p->block_tokens;
@@ -67,9 +119,9 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, bg_error *err)
         blocks = least(job->kv_cache_memory / per_block, wanted);
         bg_format_bytes((uint64_t)job->kv_cache_memory, have, sizeof have);
     } else {
-        uint64_t free_bytes = available_memory();
-        blocks = free_bytes ? least((int64_t)(free_bytes / 4) / per_block, wanted) : wanted;
-        bg_format_bytes(free_bytes / 4, have, sizeof have);
+        uint64_t free_bytes = gpu_bytes ? gpu_bytes : available_memory() / 4;
+        blocks = free_bytes ? least((int64_t)free_bytes / per_block, wanted) : wanted;
+        bg_format_bytes(free_bytes, have, sizeof have);
     }
     blocks = least(blocks, 1 << 24);
     bg_format_bytes((uint64_t)(per_seq * per_block), need, sizeof need);
@@ -107,7 +159,9 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
         if (st) return st;
         p->kv_bytes_per_token += bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
     }
-    bg_status st = plan_kv(p, job, err);
+    uint64_t gpu_bytes;
+    bg_status st = choose_device(p, job, m, &gpu_bytes, err);
+    if (!st) st = plan_kv(p, job, gpu_bytes, err);
     if (st) return st;
     const bg_backend_config bc = {.max_tokens = p->max_step_tokens,
                                   .max_seqs = p->max_num_seqs,
@@ -131,6 +185,7 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
 {
     *c = (bg_rank_config){.model_path = job->model,
                           .tp = p->tp,
+                          .gpu = p->gpu,
                           .compute = (bg_compute)job->compute,
                           .cache_type = p->cache_type,
                           .threads_per_rank = p->threads_per_rank,

@@ -15,9 +15,9 @@ static void fill_table(void *ctx, int thread, int n_threads)
 {
     const table_job *job = ctx;
     const bg_rope_table *t = job->t;
-    const int n_rows = job->c->n_rows, half = t->n_rot / 2;
+    const int n_rows = job->c->s.n_rows, half = t->n_rot / 2;
     for (int r = n_rows * thread / n_threads; r < n_rows * (thread + 1) / n_threads; r++) {
-        const float pos = (float)job->c->row_pos[r];
+        const float pos = (float)job->c->s.row_pos[r];
         float *cosine = t->cosine + (size_t)r * (size_t)half;
         float *sine = t->sine + (size_t)r * (size_t)half;
         for (int i = 0; i < half; i++) {
@@ -45,7 +45,7 @@ static const bg_rope_table *rope_table(bg_cpu *c, const bg_rope *rope)
     t->n_rot = rope->n_rot;
     t->mscale = rope->mscale;
     table_job job = {c, t};
-    if (c->n_rows >= 32)
+    if (c->s.n_rows >= 32)
         bg_pool_run(c->pool, fill_table, &job);
     else
         fill_table(&job, 0, 1);
@@ -90,14 +90,14 @@ static void store_rows(void *ctx, int thread, int n_threads)
     const size_t elem = type == BG_CACHE_F32 ? 4 : 2;
     const int bt = cache->spec.block_tokens, n_kv = p->n_kv_heads;
     float *key = c->head_scratch + (size_t)thread * c->head_floats;
-    const int from = (int)((int64_t)c->n_rows * thread / n_threads);
-    const int to = (int)((int64_t)c->n_rows * (thread + 1) / n_threads);
+    const int from = (int)((int64_t)c->s.n_rows * thread / n_threads);
+    const int to = (int)((int64_t)c->s.n_rows * (thread + 1) / n_threads);
     for (int r = from; r < to; r++) {
         const float *q = job->qkv + r * job->qkv_cols;
         const float *k = q + (int64_t)p->n_heads * p->head_dim;
         const float *v = k + (int64_t)n_kv * p->head_dim;
-        const int pos = c->row_pos[r];
-        const size_t block = (size_t)c->seqs[c->row_seq[r]].blocks[pos / bt];
+        const int pos = c->s.row_pos[r];
+        const size_t block = (size_t)c->s.seqs[c->s.row_seq[r]].blocks[pos / bt];
         const size_t column = (size_t)(pos % bt);
         const size_t head0 =
             ((size_t)p->layer * (size_t)cache->spec.n_blocks + block) * (size_t)n_kv;
@@ -136,12 +136,12 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
             "%d layers, %d heads of %d and %d",
             p->layer, p->n_kv_heads, p->head_dim, p->v_dim, spec->n_layers, spec->n_kv_heads,
             spec->k_dim, spec->v_dim);
-    if (c->n_rows > q_out->max_rows || c->n_rows > qkv->max_rows || q_out->cols < q_cols ||
+    if (c->s.n_rows > q_out->max_rows || c->s.n_rows > qkv->max_rows || q_out->cols < q_cols ||
         qkv->cols < cols)
         return bg_fail(
             err, BG_INTERNAL,
             "op rope_store: %d rows; %s is [%lld, %lld] of %lld, %s [%lld, %lld] of %lld",
-            c->n_rows, q_out->name, (long long)q_out->max_rows, (long long)q_out->cols,
+            c->s.n_rows, q_out->name, (long long)q_out->max_rows, (long long)q_out->cols,
             (long long)q_cols, qkv->name, (long long)qkv->max_rows, (long long)qkv->cols,
             (long long)cols);
     if (p->rope && (p->rope->n_rot > p->head_dim || p->rope->n_rot % 2 || p->rope->n_rot < 0 ||
@@ -154,7 +154,7 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
     store_job job = {c,          p,           p->rope ? rope_table(c, p->rope) : NULL,
                      qkv->data,  q_out->data, qkv->cols,
                      q_out->cols};
-    if (c->n_rows >= 4)
+    if (c->s.n_rows >= 4)
         bg_pool_run(c->pool, store_rows, &job);
     else
         store_rows(&job, 0, 1);
@@ -186,11 +186,11 @@ static int count_items(attend_job *job)
     const int heads = job->p->group < job->p->n_heads ? job->p->group : job->p->n_heads;
     job->n_chunks = ceil_div(heads, job->head_chunk);
     int n = 0;
-    for (int s = 0; s < c->n_seqs; s++) {
+    for (int s = 0; s < c->s.n_seqs; s++) {
         c->work0[s] = n;
-        n += ceil_div(c->seqs[s].n_tokens, job->tile_rows) * job->p->n_kv_heads * job->n_chunks;
+        n += ceil_div(c->s.seqs[s].n_tokens, job->tile_rows) * job->p->n_kv_heads * job->n_chunks;
     }
-    c->work0[c->n_seqs] = n;
+    c->work0[c->s.n_seqs] = n;
     return job->n_items = n;
 }
 
@@ -200,14 +200,14 @@ static void attend_item(const attend_job *job, int item, float *scratch)
     const bg_attn *p = job->p;
     const bg_cache *cache = &c->cache;
     int s = 0; /* the sequence: work0[s] <= item < work0[s + 1] */
-    for (int hi = c->n_seqs; hi - s > 1;) {
+    for (int hi = c->s.n_seqs; hi - s > 1;) {
         const int mid = s + (hi - s) / 2;
         if (c->work0[mid] <= item)
             s = mid;
         else
             hi = mid;
     }
-    const bg_step_seq *seq = &c->seqs[s];
+    const bg_step_seq *seq = &c->s.seqs[s];
     int i = item - c->work0[s];
     const int chunk = i % job->n_chunks;
     i /= job->n_chunks;
@@ -282,13 +282,13 @@ bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg
                        "op attention: heads %d..%d in groups of %d read KV heads beyond %d..%d",
                        p->head0, p->head0 + p->n_heads - 1, p->group, p->kv_head0,
                        p->kv_head0 + p->n_kv_heads - 1);
-    if (c->n_rows > q->max_rows || c->n_rows > out->max_rows ||
+    if (c->s.n_rows > q->max_rows || c->s.n_rows > out->max_rows ||
         q->cols < (int64_t)p->n_heads * p->head_dim || out->cols < (int64_t)p->n_heads * p->v_dim)
         return bg_fail(
             err, BG_INTERNAL,
             "op attention: %d rows of %d heads of %d and %d; %s is [%lld, %lld], %s [%lld, "
             "%lld]",
-            c->n_rows, p->n_heads, p->head_dim, p->v_dim, q->name, (long long)q->max_rows,
+            c->s.n_rows, p->n_heads, p->head_dim, p->v_dim, q->name, (long long)q->max_rows,
             (long long)q->cols, out->name, (long long)out->max_rows, (long long)out->cols);
     if (p->sinks && p->sinks->n < p->n_heads)
         return bg_fail(err, BG_INTERNAL, "op attention: %lld sinks for %d heads",

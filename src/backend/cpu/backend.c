@@ -60,10 +60,7 @@ static void cpu_free(bg_backend *b)
         free(c->embeddings[i]);
     free(c->embeddings);
     free(c->linear_scratch);
-    for (int i = 0; c->slots && i < c->config.max_seqs; i++) {
-        free(c->slots[i].bias);
-        free(c->slots[i].stop_ids);
-    }
+    bg_steps_release(&c->s);
     while (c->n_maps > 0)
         unmap_last(c);
     free(c->maps);
@@ -198,16 +195,13 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
     cache->k_head_bytes = (size_t)spec->k_dim * (size_t)cache->lanes * elem;
     cache->v_head_bytes = (size_t)spec->block_tokens * (size_t)cache->v_stride * elem;
     const size_t heads = (size_t)spec->n_layers * (size_t)spec->n_blocks * (size_t)spec->n_kv_heads;
-    const size_t max_blocks =
-        ((size_t)c->config.max_ctx + (size_t)spec->block_tokens - 1) / (size_t)spec->block_tokens;
-    c->blocks_cap = (size_t)c->config.max_seqs * max_blocks;
     c->attend_floats = (bg_attend_scratch(spec->block_tokens, spec->k_dim, spec->v_dim) + 1023) &
                        ~(size_t)1023; /* threads' parts begin on pages of their own */
     c->head_floats = ((size_t)spec->k_dim + 1023) & ~(size_t)1023;
 
     bg_status st = map_array(c, &cache->k, heads, cache->k_head_bytes, "KV cache", err);
     if (!st) st = map_array(c, &cache->v, heads, cache->v_head_bytes, "KV cache", err);
-    if (!st) st = map_array(c, &c->blocks, c->blocks_cap, sizeof *c->blocks, "block tables", err);
+    if (!st) st = bg_steps_cache(&c->s, spec, err);
     if (!st)
         st = map_array(c, &c->attend_scratch, n_threads * c->attend_floats, sizeof(float),
                        "attention scratch", err);
@@ -226,150 +220,31 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
     return BG_OK;
 }
 
-/* ---- slots ----------------------------------------------------------------------------------- */
+/* ---- slots and the step ---------------------------------------------------------------------- */
 
 static bg_status cpu_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
                                int n_tokens, int n_generated, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
-    const int vocab = c->config.vocab_size;
-    if (slot < 0 || slot >= c->config.max_seqs)
-        return bg_fail(err, BG_INTERNAL, "slot %d of %d", slot, c->config.max_seqs);
-    if (n_tokens < 1 || n_tokens > c->config.max_ctx + 1 || n_generated < 0 ||
-        n_generated > n_tokens)
-        return bg_fail(err, BG_INTERNAL, "slot %d: %d tokens, %d of them generated, %d positions",
-                       slot, n_tokens, n_generated, c->config.max_ctx);
-    for (int i = 0; i < n_tokens; i++)
-        if (tokens[i] < 0 || tokens[i] >= vocab)
-            return bg_fail(err, BG_INTERNAL, "slot %d: token %d at %d, the vocabulary has %d", slot,
-                           tokens[i], i, vocab);
-    for (int i = 0; i < s->n_bias; i++)
-        if (s->bias[i].token < 0 || s->bias[i].token >= vocab)
-            return bg_fail(err, BG_INTERNAL, "slot %d: bias for token %d, the vocabulary has %d",
-                           slot, s->bias[i].token, vocab);
-    for (int i = 0; i < s->n_stop_ids; i++)
-        if (s->stop_ids[i] < 0 || s->stop_ids[i] >= vocab)
-            return bg_fail(err, BG_INTERNAL, "slot %d: stop token %d, the vocabulary has %d", slot,
-                           s->stop_ids[i], vocab);
-    if (!(s->temperature >= 0) || !(s->repetition_penalty > 0) || !(s->top_p >= 0) ||
-        s->n_logprobs > BG_MAX_TOP_LOGPROBS)
-        return bg_fail(err, BG_INTERNAL,
-                       "slot %d: temperature %g, repetition penalty %g, top_p %g, %d logprobs",
-                       slot, (double)s->temperature, (double)s->repetition_penalty,
-                       (double)s->top_p, s->n_logprobs);
-
-    bg_slot *to = &c->slots[slot];
-    const size_t n_bias = s->n_bias > 0 ? (size_t)s->n_bias : 0;
-    const size_t n_stop = s->n_stop_ids > 0 ? (size_t)s->n_stop_ids : 0;
-    bg_logit_bias *bias = n_bias ? malloc(n_bias * sizeof *bias) : NULL;
-    int32_t *stop_ids = n_stop ? malloc(n_stop * sizeof *stop_ids) : NULL;
-    if ((n_bias && !bias) || (n_stop && !stop_ids)) {
-        free(bias);
-        free(stop_ids);
-        return bg_fail(err, BG_NOMEM, "slot %d: out of memory for %zu biases", slot, n_bias);
-    }
-    if (n_bias) memcpy(bias, s->bias, n_bias * sizeof *bias);
-    if (n_stop) memcpy(stop_ids, s->stop_ids, n_stop * sizeof *stop_ids);
-    free(to->bias);
-    free(to->stop_ids);
-    to->bias = bias;
-    to->stop_ids = stop_ids;
-    to->sampling = *s;
-    to->sampling.bias = bias;
-    to->sampling.stop_ids = stop_ids;
-    memcpy(to->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
-    to->n_tokens = n_tokens;
-    to->n_generated = n_generated;
-    to->seated = true;
-    return BG_OK;
-}
-
-/* ---- the step -------------------------------------------------------------------------------- */
-
-static bg_status check_seq(const bg_cpu *c, const bg_seq_step *q, bool all_logits, bg_error *err)
-{
-    if (q->slot < 0 || q->slot >= c->config.max_seqs || !c->slots[q->slot].seated)
-        return bg_fail(err, BG_INTERNAL, "step: slot %d is none of the %d seats, or empty", q->slot,
-                       c->config.max_seqs);
-    const bg_slot *slot = &c->slots[q->slot];
-    if (slot->step == c->step) return bg_fail(err, BG_INTERNAL, "step: slot %d twice", q->slot);
-    if (q->pos0 < 0 || q->n_tokens < 1 || q->pos0 > c->config.max_ctx - q->n_tokens)
-        return bg_fail(err, BG_INTERNAL, "step: slot %d: %d positions from %d, the limit is %d",
-                       q->slot, q->n_tokens, q->pos0, c->config.max_ctx);
-    const int end = q->pos0 + q->n_tokens;
-    if (end > slot->n_tokens)
-        return bg_fail(err, BG_INTERNAL, "step: slot %d: positions %d..%d, the history has %d",
-                       q->slot, q->pos0, end - 1, slot->n_tokens);
-    if (q->sample && !all_logits && end != slot->n_tokens)
-        return bg_fail(err, BG_INTERNAL,
-                       "step: slot %d samples after position %d, its history has %d tokens",
-                       q->slot, end - 1, slot->n_tokens);
-    if (!c->has_cache) return BG_OK;
-    const int bt = c->cache.spec.block_tokens, needed = (end + bt - 1) / bt;
-    if (q->n_blocks < needed)
-        return bg_fail(err, BG_INTERNAL, "step: slot %d: %d blocks of %d for %d positions", q->slot,
-                       q->n_blocks, bt, end);
-    for (int i = 0; i < needed; i++)
-        if (q->blocks[i] < 0 || q->blocks[i] >= c->cache.spec.n_blocks)
-            return bg_fail(err, BG_INTERNAL, "step: slot %d: block %d of %d", q->slot, q->blocks[i],
-                           c->cache.spec.n_blocks);
-    return BG_OK;
+    return bg_steps_seat(&c->s, slot, s, tokens, n_tokens, n_generated, err);
 }
 
 static bg_status cpu_begin_step(bg_backend *b, const bg_batch *batch, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
-    c->n_seqs = c->n_rows = c->n_out = c->n_rope = 0;
+    c->n_rope = 0;
     c->sampled = c->has_logits = false;
-    c->all_logits = batch->all_logits;
-    c->step++;
-    if (batch->n_seqs < 0 || batch->n_seqs > c->config.max_seqs)
-        return bg_fail(err, BG_INTERNAL, "step: %d sequences, at most %d", batch->n_seqs,
-                       c->config.max_seqs);
-    int n_rows = 0, n_out = 0;
-    size_t n_blocks = 0;
-    for (int s = 0; s < batch->n_seqs; s++) {
-        const bg_seq_step *q = &batch->seqs[s];
-        bg_status st = check_seq(c, q, batch->all_logits, err);
-        if (st) return st;
-        c->slots[q->slot].step = c->step;
-        const int first_out = batch->all_logits ? 0 : q->n_tokens - (q->sample ? 1 : 0);
-        if (q->n_tokens > c->config.max_tokens - n_rows)
-            return bg_fail(err, BG_INTERNAL, "step: more than %d tokens", c->config.max_tokens);
-        if (q->n_tokens - first_out > c->config.max_out - n_out)
-            return bg_fail(err, BG_INTERNAL, "step: more than %d rows of logits",
-                           c->config.max_out);
-        bg_step_seq *seq = &c->seqs[s];
-        *seq = (bg_step_seq){q->slot, q->pos0, q->n_tokens, n_rows, NULL, q->sample};
-        if (c->has_cache) {
-            const int bt = c->cache.spec.block_tokens;
-            const size_t n = (size_t)((q->pos0 + q->n_tokens + bt - 1) / bt);
-            memcpy(c->blocks + n_blocks, q->blocks, n * sizeof *c->blocks);
-            seq->blocks = c->blocks + n_blocks;
-            n_blocks += n;
-        }
-        for (int i = 0; i < q->n_tokens; i++, n_rows++) {
-            c->row_seq[n_rows] = s;
-            c->row_pos[n_rows] = q->pos0 + i;
-            if (i < first_out) continue;
-            c->out_row[n_out] = n_rows;
-            c->out_seq[n_out++] = s;
-        }
-    }
-    c->n_seqs = batch->n_seqs;
-    c->n_rows = n_rows;
-    c->n_out = n_out;
-    return BG_OK;
+    return bg_steps_begin(&c->s, batch, err);
 }
 
 static int cpu_n_rows(const bg_backend *b)
 {
-    return ((const bg_cpu *)b)->n_rows;
+    return ((const bg_cpu *)b)->s.n_rows;
 }
 
 static int cpu_n_out(const bg_backend *b)
 {
-    return ((const bg_cpu *)b)->n_out;
+    return ((const bg_cpu *)b)->s.n_out;
 }
 
 /* ---- ops ------------------------------------------------------------------------------------- */
@@ -403,10 +278,10 @@ static bg_status cpu_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
     if (!c->config.comm || bg_comm_size(c->config.comm) == 1) return BG_OK;
-    if (c->n_rows > x->max_rows)
+    if (c->s.n_rows > x->max_rows)
         return bg_fail(err, BG_INTERNAL, "op all_reduce: %s has %lld rows, the step %d", x->name,
-                       (long long)x->max_rows, c->n_rows);
-    return bg_comm_all_reduce(c->config.comm, x->data, (size_t)c->n_rows * (size_t)x->cols, err);
+                       (long long)x->max_rows, c->s.n_rows);
+    return bg_comm_all_reduce(c->config.comm, x->data, (size_t)c->s.n_rows * (size_t)x->cols, err);
 }
 
 /* Every rank has written its rows of the vocabulary in place; fetches those of the others. */
@@ -419,8 +294,8 @@ static bg_status gather_logits(bg_cpu *c, const int64_t *rank_rows, bg_error *er
         pad = rank_rows[r] > pad ? rank_rows[r] : pad;
         own0 += r < rank ? rank_rows[r] : 0;
     }
-    for (int from = 0; from < c->n_out; from += BG_GATHER_ROWS) {
-        const int n = c->n_out - from < BG_GATHER_ROWS ? c->n_out - from : BG_GATHER_ROWS;
+    for (int from = 0; from < c->s.n_out; from += BG_GATHER_ROWS) {
+        const int n = c->s.n_out - from < BG_GATHER_ROWS ? c->s.n_out - from : BG_GATHER_ROWS;
         for (int i = 0; i < n; i++)
             memcpy(c->pack + i * pad, c->logits + (from + i) * vocab + own0,
                    (size_t)rank_rows[rank] * sizeof(float));
@@ -445,7 +320,7 @@ static void softcap_rows(void *ctx, int thread, int n_threads)
 {
     const softcap_job *job = ctx;
     const int64_t vocab = job->c->config.vocab_size, pieces = (vocab + 4095) / 4096;
-    const int64_t n = job->c->n_out * pieces;
+    const int64_t n = job->c->s.n_out * pieces;
     for (int64_t i = n * thread / n_threads; i < n * (thread + 1) / n_threads; i++) {
         const int64_t row = i / pieces, col = i % pieces * 4096;
         job->c->kernels->softcap(job->c->logits + row * vocab + col,
@@ -471,16 +346,16 @@ static bg_status cpu_logits(bg_backend *b, const bg_linear *head, const bg_act *
                        "vocabulary is %lld",
                        rank, n_ranks, (long long)rows, (long long)(rank_rows ? total : rows),
                        (long long)vocab);
-    if (c->n_out > x->max_rows || x->cols < bg_cpu_linear_cols(head))
+    if (c->s.n_out > x->max_rows || x->cols < bg_cpu_linear_cols(head))
         return bg_fail(err, BG_INTERNAL, "op logits: %s is [%lld, %lld], [%d, %lld] are needed",
-                       x->name, (long long)x->max_rows, (long long)x->cols, c->n_out,
+                       x->name, (long long)x->max_rows, (long long)x->cols, c->s.n_out,
                        (long long)bg_cpu_linear_cols(head));
     c->has_logits = true;
-    if (c->n_out == 0) return BG_OK;
-    bg_act all = {c->logits, c->n_out, vocab, "logits"};
-    if (b->check) b->ops->poison(b, &all, c->n_out);
+    if (c->s.n_out == 0) return BG_OK;
+    bg_act all = {c->logits, c->s.n_out, vocab, "logits"};
+    if (b->check) b->ops->poison(b, &all, c->s.n_out);
     if (rows > 0)
-        bg_cpu_linear_run(head, c->logits + first, vocab, x->data, x->cols, c->n_out,
+        bg_cpu_linear_run(head, c->logits + first, vocab, x->data, x->cols, c->s.n_out,
                           c->linear_scratch, c->pool);
     bg_status st = rank_rows && n_ranks > 1 ? gather_logits(c, rank_rows, err) : BG_OK;
     if (st) return st;
@@ -489,7 +364,7 @@ static bg_status cpu_logits(bg_backend *b, const bg_linear *head, const bg_act *
         bg_pool_run(c->pool, softcap_rows, &job);
     }
     int64_t row = 0, col = 0;
-    if (b->check && !b->ops->all_finite(b, &all, c->n_out, vocab, &row, &col))
+    if (b->check && !b->ops->all_finite(b, &all, c->s.n_out, vocab, &row, &col))
         return bg_fail(err, BG_INTERNAL, "op logits: logits[%lld, %lld] is not finite after it",
                        (long long)row, (long long)col);
     return BG_OK;
@@ -500,27 +375,25 @@ static void sample_rows(void *ctx, int thread, int n_threads)
     bg_cpu *c = ctx;
     (void)n_threads;
     const int vocab = c->config.vocab_size;
-    for (int i; (i = bg_pool_next(c->pool)) < c->n_out;) {
-        const int slot = c->seqs[c->out_seq[i]].slot;
+    for (int i; (i = bg_pool_next(c->pool)) < c->s.n_out;) {
+        const int slot = c->s.seqs[c->s.out_seq[i]].slot;
         c->results[i].slot = slot;
         bg_sample_row(&c->samplers[thread], c->kernels, c->logits + (size_t)i * (size_t)vocab,
-                      vocab, &c->slots[slot], &c->results[i]);
+                      vocab, &c->s.slots[slot], &c->results[i]);
     }
 }
 
 static bg_status cpu_sample(bg_backend *b, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
-    if (!c->has_logits || c->all_logits || c->sampled)
+    if (!c->has_logits || c->s.all_logits || c->sampled)
         return bg_fail(err, BG_INTERNAL, "op sample: %s",
-                       c->sampled      ? "twice in a step"
-                       : c->all_logits ? "all rows yield logits in this step"
-                                       : "before the step's logits");
-    if (c->n_out > 0) bg_pool_run(c->pool, sample_rows, c);
-    for (int i = 0; i < c->n_out; i++) {
-        bg_slot *slot = &c->slots[c->results[i].slot];
-        slot->tokens[slot->n_tokens++] = c->results[i].token;
-        slot->n_generated++;
+                       c->sampled        ? "twice in a step"
+                       : c->s.all_logits ? "all rows yield logits in this step"
+                                         : "before the step's logits");
+    if (c->s.n_out > 0) bg_pool_run(c->pool, sample_rows, c);
+    for (int i = 0; i < c->s.n_out; i++) {
+        bg_steps_append(&c->s, c->results[i].slot, c->results[i].token);
     }
     c->sampled = true;
     return BG_OK;
@@ -530,10 +403,10 @@ static bg_status cpu_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err
 {
     bg_cpu *c = (bg_cpu *)b;
     *n = 0;
-    if (!c->sampled && c->n_out > 0)
+    if (!c->sampled && c->s.n_out > 0)
         return bg_fail(err, BG_INTERNAL, "fetch: nothing was sampled in this step");
-    if (c->sampled && c->n_out > 0) memcpy(out, c->results, (size_t)c->n_out * sizeof *out);
-    *n = c->n_out;
+    if (c->sampled && c->s.n_out > 0) memcpy(out, c->results, (size_t)c->s.n_out * sizeof *out);
+    *n = c->s.n_out;
     return BG_OK;
 }
 
@@ -541,7 +414,7 @@ static bg_status cpu_fetch_logits(bg_backend *b, float *out, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
     if (!c->has_logits) return bg_fail(err, BG_INTERNAL, "fetch_logits: before the step's logits");
-    memcpy(out, c->logits, (size_t)c->n_out * (size_t)c->config.vocab_size * sizeof *out);
+    memcpy(out, c->logits, (size_t)c->s.n_out * (size_t)c->config.vocab_size * sizeof *out);
     return BG_OK;
 }
 
@@ -610,19 +483,11 @@ static const bg_ops cpu_ops = {
 static bg_status make_step_arrays(bg_cpu *c, bg_error *err)
 {
     const bg_backend_config *f = &c->config;
-    const size_t max_seqs = (size_t)f->max_seqs, max_tokens = (size_t)f->max_tokens;
-    const size_t max_out = (size_t)f->max_out, vocab = (size_t)f->vocab_size;
-    const size_t history = (size_t)f->max_ctx + 1;
-    bg_status st = map_array(c, &c->seqs, max_seqs, sizeof *c->seqs, "step", err);
-    if (!st) st = map_array(c, &c->row_seq, max_tokens, sizeof *c->row_seq, "step", err);
-    if (!st) st = map_array(c, &c->row_pos, max_tokens, sizeof *c->row_pos, "step", err);
-    if (!st) st = map_array(c, &c->out_row, max_out, sizeof *c->out_row, "step", err);
-    if (!st) st = map_array(c, &c->out_seq, max_out, sizeof *c->out_seq, "step", err);
+    const size_t max_seqs = (size_t)f->max_seqs, max_out = (size_t)f->max_out;
+    const size_t vocab = (size_t)f->vocab_size, history = (size_t)f->max_ctx + 1;
+    bg_status st = bg_steps_init(&c->s, f, err);
     if (!st) st = map_array(c, &c->work0, max_seqs + 1, sizeof *c->work0, "step", err);
     if (!st) st = map_array(c, &c->results, max_out, sizeof *c->results, "step", err);
-    if (!st) st = map_array(c, &c->slots, max_seqs, sizeof *c->slots, "slots", err);
-    int32_t *tokens = NULL;
-    if (!st) st = map_array(c, &tokens, max_seqs * history, sizeof *tokens, "histories", err);
     if (!st) st = map_array(c, &c->logits, max_out * vocab, sizeof(float), "logits", err);
     if (!st && f->comm && bg_comm_size(f->comm) > 1) {
         const size_t pack = BG_GATHER_ROWS * vocab;
@@ -643,9 +508,7 @@ static bg_status make_step_arrays(bg_cpu *c, bg_error *err)
                            "sampler", err);
     }
     if (st) return st;
-    for (size_t i = 0; i < max_seqs; i++)
-        c->slots[i].tokens = tokens + i * history;
-    c->bytes += max_out * vocab * sizeof(float) + max_seqs * history * sizeof *tokens;
+    c->bytes += max_out * vocab * sizeof(float) + max_seqs * history * sizeof(int32_t);
     return BG_OK;
 }
 

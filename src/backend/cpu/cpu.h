@@ -7,6 +7,7 @@
 #include "backend/cpu/linear.h"
 #include "backend/cpu/pool.h"
 #include "backend/ops.h"
+#include "backend/steps.h"
 
 struct bg_embedding {
     const char *data; /* in the file's mapping */
@@ -14,17 +15,6 @@ struct bg_embedding {
     int64_t vocab, cols;
     size_t row_bytes;
 };
-
-/* A seat of a sequence. tokens[0..n_tokens) are known, the last n_generated of them sampled. */
-typedef struct bg_slot {
-    bool seated;
-    int32_t *tokens; /* max_ctx + 1 places: the last position may still sample */
-    int n_tokens, n_generated;
-    uint64_t step;        /* the last step it took part in */
-    bg_sampling sampling; /* its bias and stop_ids are the copies below */
-    bg_logit_bias *bias;
-    int32_t *stop_ids;
-} bg_slot;
 
 typedef struct bg_cache { /* layout of a block: kernels.h, bg_attend */
     bg_cache_spec spec;
@@ -43,13 +33,6 @@ typedef struct bg_rope_table {
 } bg_rope_table;
 
 enum { BG_ROPE_TABLES = 4, BG_GATHER_ROWS = 16 };
-
-typedef struct bg_step_seq {
-    int slot, pos0, n_tokens;
-    int row0; /* its first row in the step */
-    const int32_t *blocks;
-    bool sample;
-} bg_step_seq;
 
 /* Working memory of one thread. */
 typedef struct bg_sampler { /* sample.c */
@@ -85,7 +68,6 @@ typedef struct bg_cpu {
     void *linear_scratch;
     size_t linear_scratch_bytes;
 
-    bg_slot *slots; /* [max_seqs] */
     bg_cache cache;
     bool has_cache;
     float *attend_scratch; /* n_threads times attend_floats */
@@ -95,18 +77,9 @@ typedef struct bg_cpu {
     bg_rope_table rope[BG_ROPE_TABLES];
     int n_rope;
 
-    /* the step */
-    uint64_t step; /* number of begin_step calls */
-    bool all_logits, sampled, has_logits;
-    int n_seqs, n_rows, n_out;
-    bg_step_seq *seqs; /* [max_seqs] */
-    int32_t *blocks;   /* their block tables */
-    size_t blocks_cap;
-    int32_t *row_seq; /* [max_tokens] index in seqs */
-    int32_t *row_pos; /* [max_tokens] */
-    int32_t *out_row; /* [max_out] */
-    int32_t *out_seq; /* [max_out] */
-    int32_t *work0;   /* [max_seqs + 1] attention: first work item of each sequence */
+    bg_steps s; /* the slots and the step */
+    bool sampled, has_logits;
+    int32_t *work0; /* [max_seqs + 1] attention: first work item of each sequence */
 
     float *logits;        /* [max_out, vocab] */
     float *pack;          /* [BG_GATHER_ROWS, vocab] */

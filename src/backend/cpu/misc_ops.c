@@ -56,8 +56,8 @@ static bg_status check_same(const bg_act *a, const bg_act *b, const char *op, bg
 static void embed_row(const row_op *op, int64_t i)
 {
     const bg_cpu *c = op->c;
-    const bg_step_seq *seq = &c->seqs[c->row_seq[i]];
-    const int32_t token = c->slots[seq->slot].tokens[c->row_pos[i]];
+    const bg_step_seq *seq = &c->s.seqs[c->s.row_seq[i]];
+    const int32_t token = c->s.slots[seq->slot].tokens[c->s.row_pos[i]];
     float *out = op->out + i * op->cols;
     bg_dequant_row(op->embedding->type,
                    op->embedding->data + (size_t)token * op->embedding->row_bytes, out, op->cols);
@@ -73,11 +73,16 @@ bg_status bg_cpu_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float 
     if (out->cols != e->cols || e->vocab < c->config.vocab_size)
         return bg_fail(err, BG_INTERNAL, "op embed: %s has %lld columns, the table is [%lld, %lld]",
                        out->name, (long long)out->cols, (long long)e->vocab, (long long)e->cols);
-    bg_status st = check_rows(out, c->n_rows, e->cols, "embed", err);
+    bg_status st = check_rows(out, c->s.n_rows, e->cols, "embed", err);
     if (st) return st;
-    row_op op = {
-        c, embed_row, c->n_rows, .out = out->data, .cols = e->cols, .scale = scale, .embedding = e};
-    run_op(&op, c->n_rows * e->cols);
+    row_op op = {c,
+                 embed_row,
+                 c->s.n_rows,
+                 .out = out->data,
+                 .cols = e->cols,
+                 .scale = scale,
+                 .embedding = e};
+    run_op(&op, c->s.n_rows * e->cols);
     return BG_OK;
 }
 
@@ -130,7 +135,7 @@ bg_status bg_cpu_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_
 bg_status bg_cpu_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
                               const bg_vec *w, float eps, bg_error *err)
 {
-    return norm(b, out, x, y, w, eps, ((bg_cpu *)b)->n_rows, err);
+    return norm(b, out, x, y, w, eps, ((bg_cpu *)b)->s.n_rows, err);
 }
 
 static void add_row(const row_op *op, int64_t i)
@@ -142,11 +147,11 @@ bg_status bg_cpu_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
     bg_status st = check_same(x, y, "add", err);
-    if (!st) st = check_rows(x, c->n_rows, x->cols, "add", err);
-    if (!st) st = check_rows(y, c->n_rows, x->cols, "add", err);
+    if (!st) st = check_rows(x, c->s.n_rows, x->cols, "add", err);
+    if (!st) st = check_rows(y, c->s.n_rows, x->cols, "add", err);
     if (st) return st;
-    row_op op = {c, add_row, c->n_rows, .x = x->data, .y = y->data, .cols = x->cols};
-    run_op(&op, c->n_rows * x->cols);
+    row_op op = {c, add_row, c->s.n_rows, .x = x->data, .y = y->data, .cols = x->cols};
+    run_op(&op, c->s.n_rows * x->cols);
     return BG_OK;
 }
 
@@ -162,18 +167,18 @@ static void glu_piece(const row_op *op, int64_t i)
 bg_status bg_cpu_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
-    bg_status st = check_rows(out, c->n_rows, out->cols, "glu", err);
-    if (!st) st = check_rows(gate_up, c->n_rows, 2 * out->cols, "glu", err);
+    bg_status st = check_rows(out, c->s.n_rows, out->cols, "glu", err);
+    if (!st) st = check_rows(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
     if (st) return st;
     row_op op = {c,
                  glu_piece,
-                 c->n_rows * ((out->cols + GLU_PIECE - 1) / GLU_PIECE),
+                 c->s.n_rows * ((out->cols + GLU_PIECE - 1) / GLU_PIECE),
                  .out = out->data,
                  .y = gate_up->data,
                  .cols = out->cols,
                  .y_cols = gate_up->cols,
                  .fn = fn};
-    run_op(&op, 4 * c->n_rows * out->cols); /* an exp is worth several products */
+    run_op(&op, 4 * c->s.n_rows * out->cols); /* an exp is worth several products */
     return BG_OK;
 }
 
@@ -181,11 +186,11 @@ bg_status bg_cpu_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_erro
 {
     bg_cpu *c = (bg_cpu *)b;
     bg_status st = check_same(out, x, "gather_out", err);
-    if (!st) st = check_rows(out, c->n_out, x->cols, "gather_out", err);
-    if (!st) st = check_rows(x, c->n_rows, x->cols, "gather_out", err);
+    if (!st) st = check_rows(out, c->s.n_out, x->cols, "gather_out", err);
+    if (!st) st = check_rows(x, c->s.n_rows, x->cols, "gather_out", err);
     if (st) return st;
-    for (int j = 0; j < c->n_out; j++)
-        memcpy((float *)out->data + j * x->cols, (const float *)x->data + c->out_row[j] * x->cols,
+    for (int j = 0; j < c->s.n_out; j++)
+        memcpy((float *)out->data + j * x->cols, (const float *)x->data + c->s.out_row[j] * x->cols,
                (size_t)x->cols * sizeof(float));
     return BG_OK;
 }

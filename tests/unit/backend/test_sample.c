@@ -418,8 +418,8 @@ Test(sample, independent_of_batch_and_threads)
                 for (int i = 0; i < n; i++) {
                     const int q = steps[i].slot;
                     cr_assert_eq(got[i].slot, q);
-                    cr_expect_eq(c->slots[q].tokens[3 + step], got[i].token);
-                    cr_expect_eq(c->slots[q].n_tokens, 4 + step);
+                    cr_expect_eq(c->s.slots[q].tokens[3 + step], got[i].token);
+                    cr_expect_eq(c->s.slots[q].n_tokens, 4 + step);
                     if (pass == 0)
                         alone[q][step] = got[i].token;
                     else

@@ -39,12 +39,12 @@ Test(step, counts_rows_and_outputs)
     OK(begin(b, 2, s, false, err));
     cr_expect_eq(b->ops->n_rows(b), 13);
     cr_expect_eq(b->ops->n_out(b), 1);
-    cr_expect_eq(c->out_row[0], 2);
+    cr_expect_eq(c->s.out_row[0], 2);
     blocks[2] = 99; /* the batch was copied */
-    cr_expect_eq(c->seqs[0].blocks[2], 7);
-    cr_expect_eq(c->row_pos[2], 32);
-    cr_expect_eq(c->row_pos[3], 4);
-    cr_expect_eq(c->row_seq[3], 1);
+    cr_expect_eq(c->s.seqs[0].blocks[2], 7);
+    cr_expect_eq(c->s.row_pos[2], 32);
+    cr_expect_eq(c->s.row_pos[3], 4);
+    cr_expect_eq(c->s.row_seq[3], 1);
     s[1].n_tokens = 1;
     OK(begin(b, 1, s + 1, true, err));
     cr_expect_eq(b->ops->n_out(b), 1, "all_logits");
@@ -163,8 +163,8 @@ Test(step, settings_are_copied)
         OK(b->ops->slot_seat(b, 0, &s, tokens, 2, 0, err));
     memset(bias, 0xff, sizeof bias);
     stop[0] = 77;
-    cr_expect_eq(c->slots[0].sampling.bias[0].token, 4);
-    cr_expect_eq(c->slots[0].sampling.stop_ids[0], 9);
+    cr_expect_eq(c->s.slots[0].sampling.bias[0].token, 4);
+    cr_expect_eq(c->s.slots[0].sampling.stop_ids[0], 9);
     const int32_t blocks[] = {1};
     const bg_seq_step step = {0, 0, 2, 1, blocks, true};
     OK(begin(b, 1, &step, false, err));

@@ -15,6 +15,7 @@
 
 #include <jansson.h>
 
+#include "backend/device.h"
 #include "backend/ops.h"
 #include "base/rng.h"
 #include "comm/comm.h"
@@ -377,7 +378,9 @@ static void *run_rank(void *arg)
     bg_status st = BG_OK;
     if (r->tp > 1) st = bg_comm_shm_join(&comm, j->shm, j->rank, r->tp, 1 << 16, &j->err);
     c.comm = comm;
-    if (!st) st = bg_cpu_backend_new(&b, &c, &j->err);
+    /* BATCHGEN_TEST_GPU=0: on that GPU, with libbatchgen_cuda.so beside the test program. */
+    const char *gpu = r->tp == 1 ? getenv("BATCHGEN_TEST_GPU") : NULL;
+    if (!st) st = bg_backend_new(&b, gpu ? atoi(gpu) : -1, &c, &j->err);
     bg_model_config mc = {.rank = j->rank,
                           .tp = r->tp,
                           .n_blocks = blocks + 1,

@@ -172,7 +172,8 @@ fuzz-run: $(addprefix $(BUILD)/,$(FUZZERS))
 N ?= 200
 crash: all $(BUILD)/tests/unit/output/test_crash
 	@BUILD=$(BUILD) python3 tests/crash/kill.py --kills $(N) $(ARGS)
-	@BATCHGEN_CRASH_ROUNDS=$(N) $(BUILD)/tests/unit/output/test_crash --verbose 2>&1 | grep -a 'simulated\|Synthesis\|FAIL'
+	@log=$$(mktemp); BATCHGEN_CRASH_ROUNDS=$(or $(ROUNDS),$(N)) $(BUILD)/tests/unit/output/test_crash >$$log 2>&1; rc=$$?; \
+	    grep -a 'simulated\|Synthesis\|FAIL' $$log; rm -f $$log; exit $$rc
 
 # Four shards in a real Slurm on this machine; installs slurm-wlm, needs root.
 slurm: all

@@ -15,6 +15,11 @@ int64_t bg_now_ns(void)
     return now(CLOCK_MONOTONIC);
 }
 
+int64_t bg_cpu_ns(void)
+{
+    return now(CLOCK_THREAD_CPUTIME_ID);
+}
+
 int64_t bg_wall_ns(void)
 {
     return now(CLOCK_REALTIME);

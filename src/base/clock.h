@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 int64_t bg_now_ns(void);  /* CLOCK_MONOTONIC */
+int64_t bg_cpu_ns(void);  /* CLOCK_THREAD_CPUTIME_ID: what this thread has computed */
 int64_t bg_wall_ns(void); /* CLOCK_REALTIME */
 /* RFC 3339 in UTC with milliseconds, "2026-11-29T17:00:00.123Z", 25 bytes with the NUL. */
 void bg_format_time(int64_t wall_ns, char *out, size_t size);

@@ -373,7 +373,7 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
     }
     if (r->p.writer) {
         bg_writer_sizes(r->p.writer, &s.text_bytes, &s.file_bytes, &s.commits);
-        s.commit_ns = bg_writer_commit_ns(r->p.writer);
+        s.commit_ns = bg_writer_commit_ns(r->p.writer, &s.commit_cpu_ns);
     }
     r->outcome->summary = bg_summary_json(&s);
     bg_error se = {0};

@@ -46,9 +46,10 @@ char *bg_summary_json(const bg_summary *s)
                   "restarts", (json_int_t)es->restarts, "recomputed_tokens",
                   (json_int_t)es->recomputed_tokens, "busy_ms",
                   (json_int_t)(es->busy_ns / 1000000)),
-        json_pack("{s{sI sI sI sf}}", "output_file", "text_bytes", (json_int_t)s->text_bytes,
+        json_pack("{s{sI sI sI sf sf}}", "output_file", "text_bytes", (json_int_t)s->text_bytes,
                   "file_bytes", (json_int_t)s->file_bytes, "commits", (json_int_t)s->commits,
-                  "commit_ms", (double)s->commit_ns * 1e-6),
+                  "commit_ms", (double)s->commit_ns * 1e-6, "commit_cpu_ms",
+                  (double)s->commit_cpu_ns * 1e-6),
         json_pack("{ss ss ss so}", "model", s->model->name ? s->model->name : "",
                   "system_fingerprint", s->model->fingerprint, "failures", s->failures, "error",
                   bg_json_name(s->error))};

@@ -13,8 +13,8 @@ typedef struct bg_summary {
     const bg_collect_counts *counts; /* NULL: nothing ran */
     const char *failures;            /* by code; "" when there are none */
     uint64_t text_bytes, file_bytes, commits;
-    int64_t commit_ns;        /* in commits, which the engine does not wait for */
-    int64_t run_ns, total_ns; /* generating; with loading */
+    int64_t commit_ns, commit_cpu_ns; /* in commits, which the engine does not wait for */
+    int64_t run_ns, total_ns;         /* generating; with loading */
     bg_status status;
     const char *error; /* its text; "" */
 } bg_summary;

@@ -561,15 +561,17 @@ bg_status bg_writer_commit(bg_writer *w, bg_error *err)
 {
     bg_status st = bg_writer_begin(w, err);
     if (st || w->finished) return st;
-    int64_t start = bg_now_ns();
+    int64_t start = bg_now_ns(), start_cpu = bg_cpu_ns();
     st = bg_writer_ends(w, commit(w, err), err);
     w->last_commit_ns = bg_now_ns();
     w->committing_ns += w->last_commit_ns - start;
+    w->committing_cpu_ns += bg_cpu_ns() - start_cpu;
     return st;
 }
 
-int64_t bg_writer_commit_ns(const bg_writer *w)
+int64_t bg_writer_commit_ns(const bg_writer *w, int64_t *cpu_ns)
 {
+    *cpu_ns = w->committing_cpu_ns;
     return w->committing_ns;
 }
 

@@ -240,7 +240,9 @@ bg_status bg_writer_commit(bg_writer *w, bg_error *err); /* now; nothing pending
 bg_status bg_writer_finish(bg_writer *w, bg_error *err);
 void bg_writer_sizes(const bg_writer *w, uint64_t *text_bytes, uint64_t *file_bytes,
                      uint64_t *commits);
-int64_t bg_writer_commit_ns(const bg_writer *w); /* time spent in commits, compression included */
+/* Time spent in commits; *cpu_ns: of it computing (compression, hashes), the rest waits for the
+ * disk, which the engine does not. */
+int64_t bg_writer_commit_ns(const bg_writer *w, int64_t *cpu_ns);
 /* Called after each commit, from the committing thread; may be NULL. */
 void bg_writer_on_commit(bg_writer *w, void (*done)(void *ctx), void *ctx);
 

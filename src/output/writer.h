@@ -32,7 +32,8 @@ struct bg_writer {
     bool ordered;
     int level;
     size_t commit_bytes;
-    int64_t commit_ns, last_commit_ns, start_wall_ns, committing_ns;
+    int64_t commit_ns, last_commit_ns, start_wall_ns;
+    int64_t committing_ns, committing_cpu_ns;
     uint64_t fold_bytes, folded_end; /* folded_end: of the journal when it was as short as can be */
     bg_ranges *done;                 /* committed or added */
     bg_ranges *pending;              /* added since the last commit */

@@ -65,9 +65,12 @@ objs = $(patsubst %.c,$(BUILD)/%.o,$(call srcs,$(1)))
 # The CUDA backend is a library beside the program, which loads it where there is a GPU: so it is built
 # where nvcc is (CUDA=0: not at all) and one program serves both kinds of machine.
 NVCC     ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
-CUDA     ?= $(if $(and $(NVCC),$(if $(SAN),,y)),1,0)
-# Compute capabilities; CUDA_ARCHS=native for this machine's alone.
-CUDA_ARCHS ?= 80 86 89 90a 100a 120a
+CUDA     ?= $(if $(and $(NVCC),$(shell command -v g++ 2>/dev/null),$(if $(SAN),,y)),1,0)
+# Compute capabilities, those that this nvcc knows of; CUDA_ARCHS=native for this machine's alone.
+ifeq ($(CUDA),1)
+KNOWN    := $(shell $(NVCC) --list-gpu-code 2>/dev/null)
+CUDA_ARCHS ?= $(foreach a,80 86 89 90a 100a 120a,$(if $(filter sm_$(patsubst %a,%,$(a)),$(KNOWN)),$(a)))
+endif
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 GENCODE  := $(if $(filter native,$(CUDA_ARCHS)),-arch=native,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)))
 CU_OBJS  := $(patsubst %.cu,$(BUILD)/%.o,$(sort $(wildcard kernels/*.cu)))
@@ -76,7 +79,7 @@ CUDA_LIB := $(if $(filter 1,$(CUDA)),$(BUILD)/libbatchgen_cuda.so)
 TOOLS    := $(patsubst tools/%.c,%,$(shell grep -lsw main tools/*.c))
 
 all: $(BUILD)/batchgen $(addprefix $(BUILD)/,$(TOOLS)) $(CUDA_LIB)
-	@echo "built $(BUILD)/batchgen: $(if $(CUDA_LIB),CPU and CUDA ($(CUDA_ARCHS)),CPU backend only$(if $(NVCC),, (no nvcc found)))"
+	@echo "built $(BUILD)/batchgen: $(if $(CUDA_LIB),CPU and CUDA ($(CUDA_ARCHS)),CPU backend only$(if $(NVCC),$(if $(SAN),, (nvcc needs g++, or CUDA=0)), (no nvcc found)))"
 
 # -rdynamic: the CUDA library finds bg_* functions in the program.
 $(BUILD)/batchgen: $(BUILD)/src/cli/main.o $(foreach m,$(MODULES),$(BUILD)/lib/$(m).a)

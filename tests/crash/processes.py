@@ -21,6 +21,7 @@ def die_with_parent():
 def environment():
     env = {k: v for k, v in os.environ.items() if not k.startswith("BATCHGEN_")}
     env["XDG_CONFIG_HOME"] = "/nonexistent"
+    env["BATCHGEN_DEVICE"] = "cpu"
     return env
 
 

@@ -35,7 +35,7 @@ def make_model(path=MODEL, preset="tiny-llama", mix="q4_k_m", *more):
 
 def environment(**more):
     env = {k: v for k, v in os.environ.items() if not k.startswith("BATCHGEN_")}
-    env.update(XDG_CONFIG_HOME=f"{TMP}/config", **more)
+    env.update(XDG_CONFIG_HOME=f"{TMP}/config", BATCHGEN_DEVICE="cpu", **more)
     return env
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import unittest
 
-from common import (BATCHGEN, TMP, alive, batchgen, by_line, commits, descendants, digest, environment, make_model,
+from common import (BATCHGEN, SANITIZED, TMP, alive, batchgen, by_line, commits, descendants, digest, environment, make_model,
                     prompts, results, start_job, wait_for_commits, write_lines)
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "crash"))
@@ -418,6 +418,7 @@ time_t time(time_t *out)
 
 
 class Clock(Case):
+    @unittest.skipIf(SANITIZED, "a sanitizer's own library must be the first to be loaded")
     def test_wall_clock_jumps(self):
         shim = self.path("shim.so")
         write_lines(self.path("shim.c"), [SHIM])
@@ -549,7 +550,8 @@ class StopAndResume(Case):
             job.communicate()
             if job.returncode == 0:
                 break
-        self.assertEqual(job.returncode, 0)
+        else:  # a slow machine: it was killed often enough
+            self.run_job(self.inp, self.out, *self.args)
         self.assertGreater(kills, 5)
         got = self.by_id(self.out)
         self.assertEqual(len(got), 40)
@@ -599,7 +601,8 @@ class StopAndResume(Case):
         self.run_job(self.inp, self.out, *self.args, "--on-input-change", "match", "--summary", self.path("s.json"))
         got = self.by_id(self.out)
         self.assertEqual({k: self.answer(v) for k, v in got.items()}, edited_want)
-        lines = [json.loads(x)["custom_id"] for x in open(self.inp, encoding="utf-8")]
+        with open(self.inp, encoding="utf-8") as f:
+            lines = [json.loads(x)["custom_id"] for x in f]
         self.assertEqual({v["line"]: k for k, v in got.items()}, dict(enumerate(lines, 1)))
         self.assertNotIn("r-05", got)
         self.assertNotEqual(self.answer(got["r-10"]), self.answer(first["r-10"]))

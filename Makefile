@@ -183,7 +183,7 @@ slurm: all
 	@BUILD=$(BUILD) tests/slurm/run.sh
 
 # ---- lint ----------------------------------------------------------------------------------------------
-C_FILES = $(shell git ls-files '*.c' '*.h')
+C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
 format:
 	clang-format -i $(C_FILES)
 lint: setup

@@ -1,17 +1,18 @@
 /* kernels/attention.cu - the paged KV cache: rope_store writes it, attention reads it.
  *
  *   requires  k_dim and v_dim multiples of 4, at most 512
- *   launch    rope_store: a block of 128 a row and head; attention: a block of 128 (four warps) a row
- *             and query head; graph-capturable
- *   order     keys by 32 from position 0 on; chunk c is warp c % 4's; the four partial softmaxes are
- *             merged in the order of the warps: set by the row's position and window alone
- *   proof     tests/gpu/test_kernels.c against float64 */
+ *   launch    rope_store: a block of 128 a row and head; attention: a block of 128 (four warps) a
+ * row and query head; graph-capturable order     keys by 32 from position 0 on; chunk c is warp c %
+ * 4's; the four partial softmaxes are merged in the order of the warps: set by the row's position
+ * and window alone proof     tests/unit/model/test_golden on a GPU: whole models, not yet each
+ * kernel by itself */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "bgk.h"
 
-namespace {
+namespace
+{
 
 constexpr int BLOCK = 128, WARPS = BLOCK / 32, MAX_DIM = 512;
 
@@ -38,7 +39,8 @@ __device__ float4 four(const float *p)
 __device__ float4 four(const __half *p)
 {
     const uint2 raw = *(const uint2 *)p;
-    const float2 a = __half22float2(*(const __half2 *)&raw.x), b = __half22float2(*(const __half2 *)&raw.y);
+    const float2 a = __half22float2(*(const __half2 *)&raw.x),
+                 b = __half22float2(*(const __half2 *)&raw.y);
     return make_float4(a.x, a.y, b.x, b.y);
 }
 
@@ -50,7 +52,8 @@ __device__ float4 four(const __nv_bfloat16 *p)
     return make_float4(a.x, a.y, b.x, b.y);
 }
 
-/* q . k over dim values, in their order; dim is a multiple of 4 and both are aligned to four values. */
+/* q . k over dim values, in their order; dim is a multiple of 4 and both are aligned to four
+ * values. */
 template <typename T> __device__ float dot(const float *q, const T *k, int dim)
 {
     float s = 0;
@@ -245,20 +248,21 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
 
 bool bad_cache(const bgk_cache *c)
 {
-    return c->k_dim < 4 || c->k_dim > MAX_DIM || c->k_dim % 4 || c->v_dim < 4 || c->v_dim > MAX_DIM ||
-           c->v_dim % 4 || c->n_kv_heads < 1 || c->block_tokens < 1;
+    return c->k_dim < 4 || c->k_dim > MAX_DIM || c->k_dim % 4 || c->v_dim < 4 ||
+           c->v_dim > MAX_DIM || c->v_dim % 4 || c->n_kv_heads < 1 || c->block_tokens < 1;
 }
 
 } // namespace
 
 cudaError_t bgk_rope_store(float *q_out, int64_t q_cols, const float *qkv, int64_t qkv_cols,
                            const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
-                           const float *q_norm, const float *k_norm, float eps, const float *freq, int n_rot,
-                           bool neox, float mscale, cudaStream_t stream)
+                           const float *q_norm, const float *k_norm, float eps, const float *freq,
+                           int n_rot, bool neox, float mscale, cudaStream_t stream)
 {
-    if (bad_cache(cache) || n_heads < 0 || n_rot % 2 || n_rot > cache->k_dim) return cudaErrorInvalidValue;
+    if (bad_cache(cache) || n_heads < 0 || n_rot % 2 || n_rot > cache->k_dim)
+        return cudaErrorInvalidValue;
     if (!r->rows) return cudaSuccess;
-    const rope_args a = {q_out, q_cols, qkv, qkv_cols, *cache, *r,    layer, n_heads,
+    const rope_args a = {q_out,  q_cols, qkv, qkv_cols, *cache, *r,   layer, n_heads,
                          q_norm, k_norm, eps, freq,     n_rot,  neox, mscale};
     const dim3 grid(r->rows, n_heads + 2 * cache->n_kv_heads);
     if (cache->type == BGK_F32)
@@ -271,13 +275,13 @@ cudaError_t bgk_rope_store(float *q_out, int64_t q_cols, const float *qkv, int64
 }
 
 cudaError_t bgk_attention(float *out, int64_t out_cols, const float *q, int64_t q_cols,
-                          const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads, int head0,
-                          int kv_head0, int group, float scale, float softcap, int window,
-                          const float *sinks, cudaStream_t stream)
+                          const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
+                          int head0, int kv_head0, int group, float scale, float softcap,
+                          int window, const float *sinks, cudaStream_t stream)
 {
     if (bad_cache(cache) || n_heads < 0 || group < 1 || window < 0) return cudaErrorInvalidValue;
     if (!r->rows || !n_heads) return cudaSuccess;
-    const attention_args a = {out,   out_cols, q,        q_cols, *cache, *r,      layer,
+    const attention_args a = {out,   out_cols, q,     q_cols, *cache,  *r,     layer,
                               head0, kv_head0, group, scale,  softcap, window, sinks};
     const dim3 grid(r->rows, n_heads);
     if (cache->type == BGK_F32)

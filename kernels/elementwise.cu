@@ -1,17 +1,18 @@
-/* kernels/elementwise.cu - what is memory traffic and little else: embedding rows, norms, additions,
- * gated activations, row gathers; poison and its search.
+/* kernels/elementwise.cu - what is memory traffic and little else: embedding rows, norms,
+ * additions, gated activations, row gathers; poison and its search.
  *
  *   requires  what bgk.h says; rows <= 2^31 - 1
  *   launch    one block a row, 256 threads; graph-capturable
- *   order     a norm's squares are summed in f32, thread i taking columns i, i + 256, ...; then a tree
- *             over threads: set by the number of columns alone
- *   proof     tests/gpu/test_kernels.c against float64 */
+ *   order     a norm's squares are summed in f32, thread i taking columns i, i + 256, ...; then a
+ * tree over threads: set by the number of columns alone proof     tests/unit/model/test_golden on a
+ * GPU: whole models, not yet each kernel by itself */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "bgk.h"
 
-namespace {
+namespace
+{
 
 constexpr int BLOCK = 256;
 
@@ -45,8 +46,8 @@ __device__ float block_sum(float v)
 }
 
 template <typename T>
-__global__ void embed_rows(float *out, int64_t out_cols, const T *table, const int32_t *ids, float scale,
-                           int cols)
+__global__ void embed_rows(float *out, int64_t out_cols, const T *table, const int32_t *ids,
+                           float scale, int cols)
 {
     const T *row = table + (int64_t)ids[blockIdx.x] * cols;
     for (int i = threadIdx.x; i < cols; i += BLOCK)
@@ -131,15 +132,17 @@ unsigned blocks_for(int64_t n)
 
 } // namespace
 
-cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type type, const int32_t *ids,
-                      float scale, int rows, int cols, cudaStream_t stream)
+cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type type,
+                      const int32_t *ids, float scale, int rows, int cols, cudaStream_t stream)
 {
     if (bad_shape(rows, cols) || type == BGK_BF16) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
     if (type == BGK_F32)
-        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const float *)table, ids, scale, cols);
+        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const float *)table, ids, scale,
+                                               cols);
     else
-        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const __half *)table, ids, scale, cols);
+        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const __half *)table, ids, scale,
+                                               cols);
     return cudaGetLastError();
 }
 
@@ -162,8 +165,8 @@ cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, in
     return cudaGetLastError();
 }
 
-cudaError_t bgk_glu(float *out, int64_t out_cols, const float *x, int64_t x_cols, bgk_act fn, int rows,
-                    int cols, cudaStream_t stream)
+cudaError_t bgk_glu(float *out, int64_t out_cols, const float *x, int64_t x_cols, bgk_act fn,
+                    int rows, int cols, cudaStream_t stream)
 {
     if (bad_shape(rows, cols)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
@@ -171,8 +174,8 @@ cudaError_t bgk_glu(float *out, int64_t out_cols, const float *x, int64_t x_cols
     return cudaGetLastError();
 }
 
-cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_cols, const int32_t *index,
-                       int rows, int cols, cudaStream_t stream)
+cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_cols,
+                       const int32_t *index, int rows, int cols, cudaStream_t stream)
 {
     if (bad_shape(rows, cols)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;

@@ -1,21 +1,21 @@
-/* kernels/linear.cu - out = x W^T + bias for weights in half or float32: the generic path, which every
- * GGUF type can take once it is dequantised.
+/* kernels/linear.cu - out = x W^T + bias for weights in half or float32: the generic path, which
+ * every GGUF type can take once it is dequantised.
  *
- *   requires  k_padded % 64 == 0, k <= k_padded, w 16-byte aligned and zero beyond k; half: scratch for
- *             tokens * k_padded halves, 16-byte aligned
- *   launch    half: x is rounded into scratch first; then block 128 or 256, a tile of 64 or 128 rows and 8
- *             to 128 tokens, a ring of four steps of 64 columns in up to 147 KB of dynamic shared memory;
- *             float32: block 256, 32 rows and 8 tokens; graph-capturable
- *   order     one chain over k for each output, in steps of 16 (half: the tensor core's own order in a
- *             step) or 1: neither the number of tokens nor the tile changes a bit
- *   traffic   the weights once per token tile; x once per row tile, from L2
- *   proof     tests/unit/model/test_golden on a GPU; batches against single sequences, byte for byte */
+ *   requires  k_padded % 64 == 0, k <= k_padded, w 16-byte aligned and zero beyond k; half: scratch
+ * for tokens * k_padded halves, 16-byte aligned launch    half: x is rounded into scratch first;
+ * then block 128 or 256, a tile of 64 or 128 rows and 8 to 128 tokens, a ring of four steps of 64
+ * columns in up to 147 KB of dynamic shared memory; float32: block 256, 32 rows and 8 tokens;
+ * graph-capturable order     one chain over k for each output, in steps of 16 (half: the tensor
+ * core's own order in a step) or 1: neither the number of tokens nor the tile changes a bit traffic
+ * the weights once per token tile; x once per row tile, from L2 proof tests/unit/model/test_golden
+ * on a GPU; batches against single sequences, byte for byte */
 #include <cuda_fp16.h>
 
 #include "bgk.h"
 #include "ptx.cuh"
 
-namespace {
+namespace
+{
 
 constexpr int K_STEP = 64, STRIDE = K_STEP + 8; /* halves; 8 more against bank conflicts */
 constexpr int STAGES = 4;
@@ -29,7 +29,8 @@ struct args {
 };
 
 /* out[t, 0..k_padded) = half(x[t, 0..k)), then zeros. */
-__global__ void __launch_bounds__(256) to_half(__half *out, const float *x, int64_t x_cols, int k, int k_padded)
+__global__ void __launch_bounds__(256)
+    to_half(__half *out, const float *x, int64_t x_cols, int k, int k_padded)
 {
     const float *row = x + blockIdx.x * x_cols;
     __half *to = out + (int64_t)blockIdx.x * k_padded;
@@ -40,8 +41,8 @@ __global__ void __launch_bounds__(256) to_half(__half *out, const float *x, int6
     }
 }
 
-/* ROWS rows from row0 on of a matrix with n rows, of each the columns k0 to k0 + K_STEP, by asynchronous
- * copies; rows past the end repeat the last. */
+/* ROWS rows from row0 on of a matrix with n rows, of each the columns k0 to k0 + K_STEP, by
+ * asynchronous copies; rows past the end repeat the last. */
 template <int ROWS, int BLOCK>
 __device__ void copy_tile(__half *tile, const __half *from, int row0, int n, int k_padded, int k0)
 {
@@ -70,21 +71,27 @@ template <int ROWS, int TOKENS> __global__ void __launch_bounds__(ROWS * 2) half
     const int steps = a.k_padded / K_STEP;
     for (int s = 0; s < STAGES - 1; s++) {
         if (s < steps) {
-            copy_tile<ROWS, BLOCK>(ws + s * ROWS * STRIDE, a.w, row0, a.n_rows, a.k_padded, s * K_STEP);
-            copy_tile<TOKENS, BLOCK>(xs + s * TOKENS * STRIDE, a.x, t0, a.tokens, a.k_padded, s * K_STEP);
+            copy_tile<ROWS, BLOCK>(ws + s * ROWS * STRIDE, a.w, row0, a.n_rows, a.k_padded,
+                                   s * K_STEP);
+            copy_tile<TOKENS, BLOCK>(xs + s * TOKENS * STRIDE, a.x, t0, a.tokens, a.k_padded,
+                                     s * K_STEP);
         }
         ptx_copy_commit();
     }
     for (int s = 0; s < steps; s++) {
         ptx_copy_wait<STAGES - 2>();
-        __syncthreads(); /* step s is here, and everyone is done with the one whose place is taken next */
+        __syncthreads(); /* step s is here, and everyone is done with the one whose place is taken
+                            next */
         const int next = s + STAGES - 1, to = next % STAGES;
         if (next < steps) {
-            copy_tile<ROWS, BLOCK>(ws + to * ROWS * STRIDE, a.w, row0, a.n_rows, a.k_padded, next * K_STEP);
-            copy_tile<TOKENS, BLOCK>(xs + to * TOKENS * STRIDE, a.x, t0, a.tokens, a.k_padded, next * K_STEP);
+            copy_tile<ROWS, BLOCK>(ws + to * ROWS * STRIDE, a.w, row0, a.n_rows, a.k_padded,
+                                   next * K_STEP);
+            copy_tile<TOKENS, BLOCK>(xs + to * TOKENS * STRIDE, a.x, t0, a.tokens, a.k_padded,
+                                     next * K_STEP);
         }
         ptx_copy_commit();
-        const __half *w = ws + s % STAGES * ROWS * STRIDE + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8;
+        const __half *w =
+            ws + s % STAGES * ROWS * STRIDE + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8;
         const __half *x = xs + s % STAGES * TOKENS * STRIDE + lane % 8 * STRIDE + lane / 8 % 2 * 8;
 #pragma unroll
         for (int k = 0; k < K_STEP; k += 16) {
@@ -110,9 +117,9 @@ template <int ROWS, int TOKENS> __global__ void __launch_bounds__(ROWS * 2) half
 
 constexpr int F_ROWS = 32, F_TOKENS = 8, F_BLOCK = 256, F_STEP = 64;
 
-__global__ void __launch_bounds__(F_BLOCK) float_linear(float *out, int64_t out_cols, const float *w,
-                                                        const float *bias, const float *x, int64_t x_cols,
-                                                        int tokens, int n_rows, int k, int k_padded)
+__global__ void __launch_bounds__(F_BLOCK)
+    float_linear(float *out, int64_t out_cols, const float *w, const float *bias, const float *x,
+                 int64_t x_cols, int tokens, int n_rows, int k, int k_padded)
 {
     __shared__ float ws[F_ROWS][F_STEP + 1], xs[F_TOKENS][F_STEP + 1];
     const int row0 = blockIdx.x * F_ROWS, t0 = blockIdx.y * F_TOKENS;
@@ -143,8 +150,8 @@ int tiles(int n, int tile)
 template <int ROWS, int TOKENS> cudaError_t launch(const args &a, cudaStream_t stream)
 {
     constexpr int bytes = shared_bytes<ROWS, TOKENS>();
-    cudaError_t e = cudaFuncSetAttribute(half_linear<ROWS, TOKENS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         bytes);
+    cudaError_t e = cudaFuncSetAttribute(half_linear<ROWS, TOKENS>,
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return e;
     half_linear<ROWS, TOKENS>
         <<<dim3(tiles(a.n_rows, ROWS), tiles(a.tokens, TOKENS)), ROWS * 2, bytes, stream>>>(a);
@@ -153,22 +160,24 @@ template <int ROWS, int TOKENS> cudaError_t launch(const args &a, cudaStream_t s
 
 } // namespace
 
-cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type type, const float *bias,
-                       const float *x, int64_t x_cols, int tokens, int n_rows, int k, int k_padded,
-                       void *scratch, cudaStream_t stream)
+cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type type,
+                       const float *bias, const float *x, int64_t x_cols, int tokens, int n_rows,
+                       int k, int k_padded, void *scratch, cudaStream_t stream)
 {
-    if (tokens < 0 || n_rows < 1 || k < 1 || k > k_padded || k_padded % BGK_K_PAD || (uintptr_t)w % 16 ||
-        type == BGK_BF16 || (type == BGK_F16 && (!scratch || (uintptr_t)scratch % 16)))
+    if (tokens < 0 || n_rows < 1 || k < 1 || k > k_padded || k_padded % BGK_K_PAD ||
+        (uintptr_t)w % 16 || type == BGK_BF16 ||
+        (type == BGK_F16 && (!scratch || (uintptr_t)scratch % 16)))
         return cudaErrorInvalidValue;
     if (!tokens) return cudaSuccess;
     if (type == BGK_F32) {
         const dim3 grid(tiles(n_rows, F_ROWS), tiles(tokens, F_TOKENS));
-        float_linear<<<grid, F_BLOCK, 0, stream>>>(out, out_cols, (const float *)w, bias, x, x_cols, tokens,
-                                                   n_rows, k, k_padded);
+        float_linear<<<grid, F_BLOCK, 0, stream>>>(out, out_cols, (const float *)w, bias, x, x_cols,
+                                                   tokens, n_rows, k, k_padded);
         return cudaGetLastError();
     }
     to_half<<<tokens, 256, 0, stream>>>((__half *)scratch, x, x_cols, k, k_padded);
-    const args a = {out, out_cols, (const __half *)w, (const __half *)scratch, bias, tokens, n_rows, k_padded};
+    const args a = {out,    out_cols, (const __half *)w, (const __half *)scratch, bias,
+                    tokens, n_rows,   k_padded};
     if (tokens <= 8) return launch<64, 8>(a, stream);
     if (tokens <= 16) return launch<64, 16>(a, stream);
     if (tokens <= 32) return launch<64, 32>(a, stream);

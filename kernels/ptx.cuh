@@ -22,7 +22,8 @@ template <int N> __device__ inline void ptx_copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
 }
 
-/* ldmatrix: 8x8 matrices of half; lane l gives the address of row l % 8 of matrix l / 8. All lanes. */
+/* ldmatrix: 8x8 matrices of half; lane l gives the address of row l % 8 of matrix l / 8. All lanes.
+ */
 __device__ inline void ptx_ldmatrix4(uint32_t (&r)[4], const void *shared)
 {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);

@@ -5,7 +5,7 @@ bad=0
 say() { echo "lint: $*"; }
 
 # shellcheck disable=SC2046
-clang-format --dry-run -Werror $(git ls-files '*.c' '*.h') 2>/tmp/lint.$$ || {
+clang-format --dry-run -Werror $(git ls-files '*.c' '*.h' '*.cu' '*.cuh') 2>/tmp/lint.$$ || {
     grep error: /tmp/lint.$$ | cut -d: -f1 | sort | uniq -c | head -20
     say "not formatted; make format"
     bad=1

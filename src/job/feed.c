@@ -208,12 +208,12 @@ static bg_status read_batch(bg_feed *f, batch *b, int64_t *n_lines, bool *go_on)
         if (st || !*go_on) break;
         ++*n_lines;
         st = read_one(f, &line, b);
-        uint64_t read, total;
-        bg_input_progress(f->in, &read, &total);
+        if (st) break;
+        const bg_input_place *at = &b->items[b->n - 1]->place;
         /* Files are read in large pieces; of a plain one the lines so far say it better. */
-        atomic_store(&f->read, line.end < read ? line.end : read);
-        atomic_store(&f->total, total);
-        atomic_store(&f->records, bg_input_records(f->in));
+        atomic_store(&f->read, at->end < at->read ? at->end : at->read);
+        atomic_store(&f->total, at->total);
+        atomic_store(&f->records, at->records);
     }
     return st;
 }

@@ -163,8 +163,8 @@ static bg_status retry(bg_prepared *p, const bg_job *job, FILE *messages, bg_err
     return st;
 }
 
-/* What an existing output needs before it is gone on with. *fresh: it was changed, so it is not
- * finished. */
+/* What an existing output needs before it is gone on with. One without commits loses nothing by a
+ * changed input. */
 static bg_status look_back(bg_prepared *p, const bg_job *job, FILE *messages, bg_error *err)
 {
     bg_recovered *rec = &p->recovered;
@@ -192,7 +192,7 @@ static bg_status look_back(bg_prepared *p, const bg_job *job, FILE *messages, bg
     st = same_input(p, job, &same, err);
     if (st) return st;
     if (rec->differs || !same) {
-        if (job->on_input_change != BG_INPUT_MATCH)
+        if (job->on_input_change != BG_INPUT_MATCH && (rec->n_commits || rec->lost))
             return bg_fail(
                 err, BG_ARG,
                 "%s: the input is not the one this output was started with: %s; nothing was "
@@ -227,8 +227,7 @@ static bg_status open_output(bg_prepared *p, const bg_job *job, bg_out_lock *tak
                                  .format = output_format(job->output),
                                  .identity = p->identity,
                                  .started_s = p->wall_s,
-                                 .may_differ =
-                                     job->on_input_change == BG_INPUT_MATCH ? "input_bytes" : NULL,
+                                 .may_differ = "input_bytes", /* look_back() says more of it */
                                  .selection = p->selection,
                                  .take_lock = take_lock,
                                  .overwrite = job->overwrite,

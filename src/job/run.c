@@ -250,6 +250,14 @@ static void stop_admitting(run *r)
     r->grace_end_ns = bg_now_ns() + (int64_t)(r->job->grace * 1e9);
 }
 
+static void say(run *r, const char *why, const char *more)
+{
+    if (r->job->quiet) return;
+    bg_progress_hide(r->progress);
+    fprintf(r->messages, "%s: finishing what runs (up to %.0f s), then committing%s\n", why,
+            r->job->grace, more);
+}
+
 static void take_signal(run *r, int sig)
 {
     if (sig == SIGQUIT) {
@@ -269,23 +277,9 @@ static void take_signal(run *r, int sig)
         _exit(128 + sig); /* the user insists: what was committed stays */
     } else {
         r->signal_seen = sig;
-        if (!r->job->quiet) {
-            bg_progress_hide(r->progress);
-            fprintf(r->messages,
-                    "%s: finishing what runs (up to %.0f s), then committing; once more to stop at "
-                    "once\n",
-                    strsignal(sig), r->job->grace);
-        }
+        say(r, strsignal(sig), "; once more to stop at once");
         stop_admitting(r);
     }
-}
-
-static void say(run *r, const char *why)
-{
-    if (r->job->quiet) return;
-    bg_progress_hide(r->progress);
-    fprintf(r->messages, "%s: finishing what runs (up to %.0f s), then committing\n", why,
-            r->job->grace);
 }
 
 /* The service manager's watchdog is fed while steps are made: an engine that has been stuck for ten
@@ -313,12 +307,12 @@ static void check_limits(run *r)
     if (atomic_load(&r->stopping)) return;
     if (bg_now_ns() >= r->stop_ns) {
         r->outcome->time_up = true;
-        say(r, "time limit");
+        say(r, "time limit", "");
         stop_admitting(r);
     }
     if (atomic_load(&r->too_many)) {
         r->outcome->too_many = true;
-        say(r, "too many failed records");
+        say(r, "too many failed records", "");
         stop_admitting(r);
     }
 }

@@ -217,6 +217,7 @@ static bg_status go_on(bg_writer *w, bg_recovery *r, bg_recovered *rec, bg_error
     rec->differs = w->differs = r->differs;
     rec->adopted = w->adopted = r->adopted;
     rec->n_records = bg_ranges_count(r->done);
+    rec->n_commits = r->commits;
     rec->lost = r->lost;
     rec->n_failed = w->n_failed = r->n_failed;
     rec->input_end = r->has_input ? r->input.end : 0;

@@ -180,6 +180,7 @@ typedef struct bg_recovered {
     bool differs;                /* identity's may_differ is another one: bg_writer_rewrite() it */
     bool adopted;                /* the journal was rebuilt by repair and knows no identity */
     int64_t n_records, n_failed; /* committed so far */
+    uint64_t n_commits;          /* 0: neither results nor tokens are there to be lost */
     uint64_t cut_bytes;          /* uncommitted tail, to be cut off */
     int64_t lost;                /* results that were committed and are not in the file any more */
     uint64_t input_end,

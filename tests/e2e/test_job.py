@@ -169,6 +169,31 @@ class Run(unittest.TestCase):
         _, err = batchgen("run", *args, code=64)
         self.assertIn(b"changed", err)
 
+    def test_grown_input_is_told_what_to_do(self):
+        out = self.out()
+        args = [self.input, "-o", out, "-m", MODEL]
+        batchgen("run", *args, "--limit", "10")
+        before = digest(out), digest(out + ".journal")
+        with open(self.input, "a") as f:
+            f.write('{"id": "more", "prompt": "x"}\n')
+        _, err = batchgen("run", *args, code=64)
+        self.assertIn(b"grown or shrunk", err)
+        self.assertIn(b"--on-input-change=match", err)
+        self.assertEqual((digest(out), digest(out + ".journal")), before)
+        batchgen("run", *args, "--on-input-change=match")
+        self.assertEqual(len(by_line(out)), 41)
+
+    def test_changed_input_of_a_job_without_results(self):
+        """Nothing is there to be lost: it begins with the input as it is now."""
+        out = self.out()
+        args = [self.input, "-o", out, "-m", MODEL]
+        batchgen("run", *args, "--time-limit", "0.001", code=75)
+        self.assertEqual(os.path.getsize(out), 0)
+        with open(self.input, "a") as f:
+            f.write('{"id": "more", "prompt": "x"}\n')
+        batchgen("run", *args)
+        self.assertEqual(len(by_line(out)), 41)
+
     def test_second_start_ends_at_once(self):
         out = self.out()
         args = [self.input, "-o", out, "-m", MODEL, *LONG]

@@ -324,17 +324,7 @@ static bg_status cuda_begin_step(bg_backend *b, const bg_batch *batch, bg_error 
 {
     bg_cuda *c = (bg_cuda *)b;
     c->sampled = c->has_logits = false;
-    if (!c->has_cache) { /* models always have one; tests of single ops may not */
-        const bg_cache_spec none = {.n_layers = 1,
-                                    .n_blocks = 1,
-                                    .block_tokens = 1 << 20,
-                                    .n_kv_heads = 0,
-                                    .k_dim = 4,
-                                    .v_dim = 4};
-        bg_status made = cuda_cache_new(b, &none, err);
-        if (made) return made;
-        c->s.block_tokens = 0;
-    }
+    if (!c->has_cache) return bg_fail(err, BG_INTERNAL, "step: before the KV cache");
     bg_status st = bg_steps_begin(&c->s, batch, err);
     if (st) return st;
     /* The copy before this one has been read: fetch waited for its step. Without a fetch (pieces of

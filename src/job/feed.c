@@ -170,7 +170,7 @@ static bool wait_for_room(bg_feed *f, size_t n)
     return ok;
 }
 
-static bg_status read_one(bg_feed *f, const bg_line *line, batch *b)
+static bg_status read_one(bg_feed *f, const bg_line *line, const bg_input_place *place, batch *b)
 {
     bg_feed_item *item = calloc(1, sizeof *item);
     char *copy = malloc(line->n + 1);
@@ -183,9 +183,7 @@ static bg_status read_one(bg_feed *f, const bg_line *line, batch *b)
     copy[line->n] = 0;
     item->data = copy;
     item->line = *line;
-    item->place =
-        (bg_input_place){.end = line->end, .hash = line->hash, .records = line->record + 1};
-    bg_input_progress(f->in, &item->place.read, &item->place.total);
+    item->place = *place;
     item->other = !wanted(f->c.job, line->record);
     item->done = !item->other && f->c.is_done && f->c.is_done(f->c.ctx, line->record);
     b->items[b->n++] = item;
@@ -207,13 +205,13 @@ static bg_status read_batch(bg_feed *f, batch *b, int64_t *n_lines, bool *go_on)
             st = bg_input_next(f->in, &line, go_on, &f->read_err);
         if (st || !*go_on) break;
         ++*n_lines;
-        st = read_one(f, &line, b);
-        if (st) break;
-        const bg_input_place *at = &b->items[b->n - 1]->place;
+        bg_input_place at = {.end = line.end, .hash = line.hash, .records = line.record + 1};
+        bg_input_progress(f->in, &at.read, &at.total);
+        st = read_one(f, &line, &at, b);
         /* Files are read in large pieces; of a plain one the lines so far say it better. */
-        atomic_store(&f->read, at->end < at->read ? at->end : at->read);
-        atomic_store(&f->total, at->total);
-        atomic_store(&f->records, at->records);
+        atomic_store(&f->read, at.end < at.read ? at.end : at.read);
+        atomic_store(&f->total, at.total);
+        atomic_store(&f->records, at.records);
     }
     return st;
 }

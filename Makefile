@@ -121,6 +121,15 @@ $(BUILD)/tests/$(1): $(BUILD)/tests/$(1).o $(SUPPORT) $(RUNNER) $(foreach d,$(2)
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t))))))
 
+# tests/gpu/test_*.c: kernels by themselves, on a GPU. Linked with the kernels and the CUDA backend, so they
+# build where nvcc is; `make gpu-test` runs them where a GPU is.
+GPU_TESTS := $(if $(CUDA_LIB),$(patsubst %.c,$(BUILD)/%,$(sort $(wildcard tests/gpu/test_*.c))))
+$(BUILD)/tests/gpu/%.o: CPPFLAGS += -Ikernels -isystem $(CUDA_HOME)/include
+$(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(CU_OBJS) $(CUDA_OBJS) $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a)
+	$(Q)$(NVCC) -cudart static $(GENCODE) -o $@ $(filter %.o,$^) -Xlinker --start-group $(filter %.a,$^) -Xlinker --end-group -lcriterion $(subst -Wl$(comma),-Xlinker ,$(LDLIBS))
+gpu-tests: $(GPU_TESTS)
+gpu-test: gpu-tests
+	@for t in $(GPU_TESTS); do $$t || exit 1; done
 
 # tools/NAME.c with a main() is build/NAME; tools/NAME_*.c belong to it.
 TOOL_DEPS := $(DEPS_model) model input output

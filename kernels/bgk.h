@@ -19,6 +19,21 @@ extern "C" {
 #endif
 
 typedef enum bgk_type { BGK_F32, BGK_F16, BGK_BF16 } bgk_type;
+/* How activations lie in memory.
+ * BGK_ROWS: float32 [rows, cols]; `stride` values from one row to the next.
+ * BGK_TILES: halves, as linears read them: [cols in groups of 64][stride rows][64]. In its group's
+ * 64 places, column c of row t (h = c % 64 / 32, i = c % 32) has place 2 i + h; and the 16-byte
+ * piece p of those 64 places lies at piece p ^ (t % 8), against bank conflicts. `stride` is a
+ * multiple of 256; the memory is 1024-byte aligned; columns that fill up the last group are 0.
+ * Values are saturated at +-65504, NaN stays. See tiles.cuh. */
+typedef enum bgk_layout { BGK_ROWS, BGK_TILES } bgk_layout;
+typedef struct bgk_out { /* what a kernel writes */
+    void *data;
+    bgk_layout layout;
+    int64_t stride;
+} bgk_out;
+enum { BGK_TILE_ROWS = 256, BGK_TILE_COLS = 64 };
+
 typedef enum bgk_act { BGK_SILU, BGK_GELU_TANH, BGK_GELU_ERF } bgk_act;
 
 /* ---- elementwise.cu -------------------------------------------------------------------------- */
@@ -56,6 +71,72 @@ enum { BGK_K_PAD = 64 };
 cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type type,
                        const float *bias, const float *x, int64_t x_cols, int tokens, int n_rows,
                        int k, int k_padded, void *scratch, cudaStream_t stream);
+
+/* ---- repack.cu, matmul.cu: quantised weights on Hopper's tensor cores ---------------------------
+ * A weight tile is 64 output rows; it is stored as ceil(k / 64) chunks of 64 columns one after
+ * another, each of bgk_chunk_bytes(format). A chunk is laid out for 128 threads, thread 32 w + lane
+ * (w 0..3): its rows are r0 = 16 w + lane / 4 and r1 = r0 + 8, and for step s (0..3) its columns
+ * i = 8 s + lane % 4 and i + 4, and 32 + those. As wgmma's A operand (m64k16, register form) that
+ * is: register 0 of step s = (r0: i, 32 + i), 1 = (r1: i, 32 + i), 2 = (r0: i + 4, 36 + i), 3 = (r1:
+ * i + 4, 36 + i), the first in the low half; so K order in a group of 64 columns is that of
+ * BGK_TILES.
+ *
+ *   W4   0: uint4 a thread (at 16 thread), word s is step s: bits 0-3 q(r0,i), 4-7 q(r1,i), 8-11
+ *        q(r0,i+4), 12-15 q(r1,i+4), and 16 bits higher the same with columns 32 further.
+ *        2048: a row pair p = 8 w + lane / 4 has 16 bytes at 16 p: half2 s(r0), m(r0), s(r1), m(r1);
+ *        low half for columns 0-31, high half for 32-63. value = s q + m. 2560 bytes.
+ *   W5   as W4, and at 2560 a uint32 a thread (at 4 thread) with the fifth bits: of (r0,i) bit 4 +
+ *        s, (r1,i) 8 + s, (r0,i+4) s, (r1,i+4) 12 + s; columns 32 further 16 bits higher. 3072 bytes.
+ *   W6   quants' low four bits as W4; at 2048 16 bytes a row pair: half2 sa(r0), sb(r0), sa(r1),
+ *        sb(r1): sa = (columns 0-15, 32-47), sb = (16-31, 48-63); at 2560 a uint2 a thread (at 8
+ *        thread) with the upper two bits: word s / 2, e = 2 (s % 2): of (r0,i) bits 4 + e and 5 + e,
+ *        (r1,i) 8 + e, (r0,i+4) e, (r1,i+4) 12 + e; columns 32 further 16 bits higher.
+ *        value = s (q - 32). 3584 bytes.
+ *   W8   u = q + 128; uint4 a thread at 16 thread (steps 0, 1) and at 2048 + 16 thread (steps 2, 3),
+ *        two words a step: bytes (r0,i), (r1,i), (r0,32+i), (r1,32+i), then the same with i + 4.
+ *        4096: 8 bytes a row pair: half2 s(r0), s(r1). value = s (u - 128). 4352 bytes.
+ *   W16  halves; uint4 a thread at 2048 s + 16 thread: the four registers. 8192 bytes.
+ *
+ * A row has a scale 2^e of its own, undone after the sum: what is stored is s 2^-e 2^24 (in W4, W5 and
+ * W6 for rows r1: 2^20, as their bits stand 4 higher: masked quants are read as half subnormals),
+ * m 2^-e, and values 2^-e. e makes the largest |s| 2^24 2^-e of the row lie in (30000, 60000] (but m
+ * at most 60000), W16: the largest |value| 2^-e in (128, 256]. All zero: e = 0.
+ * Columns beyond k, and rows beyond n_rows, have s = m = 0 (W16: values 0).
+ *
+ * A linear's tiles: those of its first part, then of the next; each part is filled up to whole tiles
+ * by itself. glu: gate and up in one: tile T holds n = 64 (T / 2) + 4 (4 (T % 2) + w) + (q < 4 ? q :
+ * 28 + q), q 0..7: of column n, row 16 w + q is gate's and row 16 w + 8 + q up's row. */
+typedef enum bgk_format { BGK_W4, BGK_W5, BGK_W6, BGK_W8, BGK_W16, BGK_FORMATS } bgk_format;
+
+static inline int bgk_chunk_bytes(bgk_format f)
+{
+    static const int bytes[BGK_FORMATS] = {2560, 3072, 3584, 4352, 8192};
+    return bytes[f];
+}
+
+typedef struct bgk_wtile {
+    const void *w;  /* its chunks, on the device, 128-byte aligned */
+    int32_t format; /* bgk_format */
+    int32_t out0;   /* the output column of its first row; not with glu */
+    int32_t n_rows; /* 1 to 64 of them are written; not with glu */
+    int32_t unused;
+} bgk_wtile;
+
+typedef struct bgk_weights {
+    const bgk_wtile *tiles;        /* on the device, [n_tiles] */
+    const float *row_scale, *bias; /* on the device, [n_tiles * 64], in the order of the tiles' rows;
+                                      row_scale = 2^e, bias NULL: none */
+    int n_tiles, n_chunks;         /* n_chunks = ceil(k / 64) */
+    int splits;                    /* 1, 2 or 4: K is summed in so many parts, then these in order */
+    unsigned formats;              /* bit f: some tile has format f */
+    int n_ff;                      /* 0: no glu; else columns of its result */
+} bgk_weights;
+
+/* out[t, tile's columns] = sum_k x[t, k] w + bias for t in [0, tokens); with n_ff the products
+ * fn(gate) * up, of which columns [n_ff, 64-column group's end) are written as 0. x: BGK_TILES,
+ * n_chunks groups. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
+cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                       int tokens, bgk_act fn, cudaStream_t stream);
 
 /* ---- attention.cu ----------------------------------------------------------------------------
  * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. */

@@ -13,6 +13,7 @@ typedef enum op_kind {
     OP_ROPE_STORE,
     OP_ATTENTION,
     OP_GLU,
+    OP_LINEAR_GLU,
     OP_ALL_REDUCE,
     OP_GATHER_OUT,
     OP_LOGITS,
@@ -23,8 +24,9 @@ typedef enum op_kind {
 } op_kind;
 
 static const char *const op_names[N_OPS] = {
-    "embed", "rms_norm",   "add",        "add_rms_norm", "linear", "rope_store", "attention",
-    "glu",   "all_reduce", "gather_out", "logits",       "sample", "fetch",      "fetch_logits",
+    "embed",      "rms_norm",  "add",    "add_rms_norm", "linear",
+    "rope_store", "attention", "glu",    "linear_glu",   "all_reduce",
+    "gather_out", "logits",    "sample", "fetch",        "fetch_logits",
 };
 _Static_assert((int)N_OPS <= (int)BG_OP_KINDS, "op_ns has too few places");
 
@@ -123,6 +125,18 @@ bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn
     const int64_t t = before(b, out, true);
     bg_status st = b->ops->glu(b, out, gate_up, fn, err);
     return after(b, OP_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg_linear *l,
+                           const bg_act *x, bg_act_fn fn, bg_error *err)
+{
+    if (!b->ops->fuses_glu || !b->ops->fuses_glu(b)) {
+        bg_status st = bg_op_linear(b, gate_up, l, x, b->ops->n_rows(b), err);
+        return st ? st : bg_op_glu(b, out, gate_up, fn, err);
+    }
+    const int64_t t = before(b, out, true);
+    bg_status st = b->ops->linear_glu(b, out, l, x, fn, err);
+    return after(b, OP_LINEAR_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
 }
 
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)

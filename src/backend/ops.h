@@ -51,11 +51,12 @@ typedef struct bg_backend_config {
 /* ---- objects ------------------------------------------------------------------------------------
  */
 
-/* Activations: [max_rows, cols], in the backend's element type (CPU: float32). */
+/* Activations: [max_rows, cols], in the backend's element type and layout (CPU: float32 rows). */
 typedef struct bg_act {
     void *data;
     int64_t max_rows, cols;
     const char *name;
+    int layout; /* the backend's own; 0: rows */
 } bg_act;
 
 /* A small parameter vector on the device: norm weights, rope factors; float32, n values. */
@@ -86,6 +87,7 @@ typedef struct bg_linear_spec {
     const char *name; /* "blk.3.attn_qkv" */
     int n_parts;
     bg_linear_part parts[4];
+    bool glu; /* two parts, gate and up, that only bg_op_linear_glu reads */
 } bg_linear_spec;
 
 /* A token embedding table: [vocab, d] rows in GGUF blocks, looked up by id. Replicated. */
@@ -210,6 +212,11 @@ typedef struct bg_ops {
 
     bg_status (*act_new)(bg_backend *b, bg_act *a, const char *name, int64_t max_rows, int64_t cols,
                          bg_error *err);
+    /* NULL: as act_new. What only linears read (and one op writes): in the layout they want. */
+    bg_status (*act_input_new)(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
+                               int64_t cols, bg_error *err);
+    /* NULL or false: linear_glu is a linear into a buffer of its own and a glu. */
+    bool (*fuses_glu)(const bg_backend *b);
     bg_status (*vec_new)(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
                          bg_error *err);
     bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
@@ -239,6 +246,8 @@ typedef struct bg_ops {
                            bg_error *err);
     bg_status (*glu)(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
                      bg_error *err);
+    bg_status (*linear_glu)(bg_backend *b, bg_act *out, const bg_linear *gate_up, const bg_act *x,
+                            bg_act_fn fn, bg_error *err); /* where fuses_glu() */
     bg_status (*all_reduce)(bg_backend *b, bg_act *x, bg_error *err);
     bg_status (*gather_out)(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
     bg_status (*logits)(bg_backend *b, const bg_linear *head, const bg_act *x,
@@ -300,6 +309,10 @@ bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_
                           bg_error *err);
 /* out[t,i] = fn(gate_up[t,i]) * gate_up[t, F+i], F = out.cols (this rank's) */
 bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err);
+/* The two together: out = fn(x Wgate^T) * (x Wup^T); gate_up is where the linear writes, unless the
+ * backend fuses them and needs none (gate_up.max_rows 0). */
+bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg_linear *l,
+                           const bg_act *x, bg_act_fn fn, bg_error *err);
 /* Sum over the replica's ranks, in rank order; nothing to do without a comm. */
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
 /* out[j,:] = x[row of output j,:] for the n_out rows that yield logits */

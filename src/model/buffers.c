@@ -3,8 +3,11 @@
 
 #include <stddef.h>
 
+typedef enum use { ROWS, INPUT, GATE_UP } use; /* INPUT: only linears read it */
+
 typedef struct buffer {
     const char *name;
+    use use;
     size_t at; /* in bg_model.a */
     int64_t rows, cols;
 } buffer;
@@ -19,16 +22,16 @@ static void plan_buffers(buffer *list, const bg_desc *d, const bg_shard *s,
     const int64_t q = bg_shard_range(s, d, DIM_Q).n, att = bg_shard_range(s, d, DIM_ATT).n;
     const int64_t kv = bg_shard_range(s, d, DIM_K).n + bg_shard_range(s, d, DIM_V).n;
     const buffer all[N_BUFFERS] = {
-        {"x", AT(x), t, d_model},
-        {"h", AT(h), t, d_model},
-        {"y", AT(y), t, d_model},
-        {"qkv", AT(qkv), t, q + kv},
-        {"q", AT(q), t, q},
-        {"att", AT(att), t, att},
-        {"gate_up", AT(gate_up), t, 2 * (int64_t)s->n_ff},
-        {"ff", AT(ff), t, s->n_ff},
-        {"out", AT(out), o, d_model},
-        {"out_h", AT(out_h), o, d_model},
+        {"x", ROWS, AT(x), t, d_model},
+        {"h", INPUT, AT(h), t, d_model},
+        {"y", ROWS, AT(y), t, d_model},
+        {"qkv", ROWS, AT(qkv), t, q + kv},
+        {"q", ROWS, AT(q), t, q},
+        {"att", INPUT, AT(att), t, att},
+        {"gate_up", GATE_UP, AT(gate_up), t, 2 * (int64_t)s->n_ff},
+        {"ff", INPUT, AT(ff), t, s->n_ff},
+        {"out", ROWS, AT(out), o, d_model},
+        {"out_h", INPUT, AT(out_h), o, d_model},
     };
 #undef AT
     for (int i = 0; i < N_BUFFERS; i++) {
@@ -41,10 +44,15 @@ bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err)
 {
     bg_status st = BG_OK;
     buffer list[N_BUFFERS];
+    const bg_ops *ops = m->b->ops;
     plan_buffers(list, &m->d, &m->s, c);
-    for (int i = 0; !st && i < N_BUFFERS; i++)
-        st = m->b->ops->act_new(m->b, (bg_act *)((char *)&m->a + list[i].at), list[i].name,
-                                list[i].rows, list[i].cols, err);
+    for (int i = 0; !st && i < N_BUFFERS; i++) {
+        const buffer *f = &list[i];
+        const bool unneeded = f->use == GATE_UP && ops->fuses_glu && ops->fuses_glu(m->b);
+        const bool input = f->use == INPUT && ops->act_input_new;
+        st = (input ? ops->act_input_new : ops->act_new)(
+            m->b, (bg_act *)((char *)&m->a + f->at), f->name, unneeded ? 0 : f->rows, f->cols, err);
+    }
     return st;
 }
 

@@ -49,8 +49,7 @@ bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err)
     bg_backend *b = m->b;
     bg_status st = BG_OK;
     if (m->s.n_ff) {
-        st = bg_op_linear(b, &m->a.gate_up, w->gate_up, &m->a.h, b->ops->n_rows(b), err);
-        if (!st) st = bg_op_glu(b, &m->a.ff, &m->a.gate_up, m->d.act_fn, err);
+        st = bg_op_linear_glu(b, &m->a.ff, &m->a.gate_up, w->gate_up, &m->a.h, m->d.act_fn, err);
     }
     if (!st) st = bg_op_linear(b, &m->a.y, w->down, &m->a.ff, b->ops->n_rows(b), err);
     if (!st) st = bg_op_all_reduce(b, &m->a.y, err);

@@ -162,6 +162,7 @@ static bg_status load_gate_up(loader *ld, bg_layer *layer, int l, bg_error *err)
 {
     builder b;
     start(&b, "blk.%d.ffn_gate_up", l);
+    b.spec.glu = true;
     bg_status st = add_role(ld, &b, ROLE_GATE, ROLE_GATE_B, l, err);
     if (!st) st = add_role(ld, &b, ROLE_UP, ROLE_UP_B, l, err);
     if (!st) st = finish(ld, &b, &layer->gate_up, err);

@@ -87,7 +87,7 @@ static bg_status cpu_act_new(bg_backend *b, bg_act *a, const char *name, int64_t
     bg_status st = map_array(c, &data, (size_t)(max_rows * cols), sizeof(float), name, err);
     if (st) return st;
     c->bytes += (uint64_t)(max_rows * cols) * sizeof(float);
-    *a = (bg_act){data, max_rows, cols, name};
+    *a = (bg_act){.data = data, .max_rows = max_rows, .cols = cols, .name = name};
     return BG_OK;
 }
 
@@ -352,7 +352,7 @@ static bg_status cpu_logits(bg_backend *b, const bg_linear *head, const bg_act *
                        (long long)bg_cpu_linear_cols(head));
     c->has_logits = true;
     if (c->s.n_out == 0) return BG_OK;
-    bg_act all = {c->logits, c->s.n_out, vocab, "logits"};
+    bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};
     if (b->check) b->ops->poison(b, &all, c->s.n_out);
     if (rows > 0)
         bg_cpu_linear_run(head, c->logits + first, vocab, x->data, x->cols, c->s.n_out,

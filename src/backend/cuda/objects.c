@@ -1,0 +1,113 @@
+/* What the backend holds on the device: memory, activations, small vectors; poison and its search.
+ */
+#include "backend/cuda/cuda.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/f16.h"
+#include "gguf/gguf.h"
+
+bg_status bg_cuda_fail(bg_error *err, cudaError_t e, const char *what)
+{
+    return bg_fail(err, e == cudaErrorMemoryAllocation ? BG_NOMEM : BG_DEVICE, "%s: CUDA: %s", what,
+                   cudaGetErrorString(e));
+}
+
+bg_status bg_cuda_done(bg_error *err, cudaError_t e, const char *what)
+{
+    return e == cudaSuccess ? BG_OK : bg_cuda_fail(err, e, what);
+}
+
+/* Room for one more pointer in the array that *list points to. */
+bg_status bg_cuda_grow(void *list, size_t n, size_t *cap, bg_error *err)
+{
+    void ***array = list;
+    if (n < *cap) return BG_OK;
+    const size_t more = *cap ? 2 * *cap : 64;
+    void **p = realloc(*array, more * sizeof *p);
+    if (!p) return bg_fail(err, BG_NOMEM, "out of memory for %zu objects", more);
+    *array = p;
+    *cap = more;
+    return BG_OK;
+}
+
+bg_status bg_cuda_take(bg_cuda *c, void *p, size_t bytes, const char *what, bg_error *err)
+{
+    void *at = NULL;
+    bg_status st = bg_cuda_grow(&c->memory, c->n_memory, &c->memory_cap, err);
+    if (st) return st;
+    cudaError_t e = cudaMalloc(&at, bytes ? bytes : 1);
+    if (e != cudaSuccess)
+        return bg_fail(err, BG_NOMEM, "%s: %zu bytes on GPU %d: %s", what, bytes, c->device,
+                       cudaGetErrorString(e));
+    c->memory[c->n_memory++] = at;
+    c->bytes += bytes;
+    memcpy(p, &at, sizeof at); /* into a pointer of any type */
+    return BG_OK;
+}
+
+bg_status bg_cuda_put(void *to, const void *from, size_t bytes, const char *what, bg_error *err)
+{
+    return bg_cuda_done(err, cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), what);
+}
+
+uint64_t bg_cuda_memory(const bg_backend *b)
+{
+    return ((const bg_cuda *)b)->bytes;
+}
+
+bg_status bg_cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
+                          int64_t cols, bg_error *err)
+{
+    *a = (bg_act){0};
+    if (max_rows < 0 || cols < 0 || (cols > 0 && max_rows > INT64_MAX / 16 / cols))
+        return bg_fail(err, BG_INTERNAL, "%s: [%lld, %lld] is no shape", name, (long long)max_rows,
+                       (long long)cols);
+    void *data = NULL;
+    bg_status st =
+        bg_cuda_take((bg_cuda *)b, &data, (size_t)(max_rows * cols) * sizeof(float), name, err);
+    if (!st) *a = (bg_act){.data = data, .max_rows = max_rows, .cols = cols, .name = name};
+    return st;
+}
+
+bg_status bg_cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
+                          bg_error *err)
+{
+    *v = (bg_vec){0};
+    float *data = NULL;
+    if (n < 0) return bg_fail(err, BG_INTERNAL, "%s: %lld values", name, (long long)n);
+    bg_status st = bg_cuda_take((bg_cuda *)b, &data, (size_t)n * sizeof *data, name, err);
+    if (!st && n) st = bg_cuda_put(data, host, (size_t)n * sizeof *data, name, err);
+    if (!st) *v = (bg_vec){data, n, name};
+    return st;
+}
+
+void bg_cuda_poison(bg_backend *b, bg_act *a, int64_t rows)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bgk_poison(a->data, rows * a->cols, c->stream);
+}
+
+bool bg_cuda_all_finite(bg_backend *b, const bg_act *a, int64_t rows, int64_t cols, int64_t *row,
+                        int64_t *col)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    unsigned long long bad = ~0ull;
+    *row = *col = 0;
+    if (!rows || !cols) return true;
+    cudaMemcpyAsync(c->bad, &bad, sizeof bad, cudaMemcpyHostToDevice, c->stream);
+    bgk_find_bad(c->bad, a->data, a->cols, rows, cols, c->stream);
+    cudaMemcpyAsync(&bad, c->bad, sizeof bad, cudaMemcpyDeviceToHost, c->stream);
+    if (cudaStreamSynchronize(c->stream) != cudaSuccess) return false;
+    if (bad == ~0ull) return true;
+    *row = (int64_t)(bad / (unsigned long long)cols);
+    *col = (int64_t)(bad % (unsigned long long)cols);
+    return false;
+}
+
+void bg_cuda_sync(bg_backend *b)
+{
+    cudaStreamSynchronize(((bg_cuda *)b)->stream);
+}

@@ -1,0 +1,228 @@
+/* The ops of a forward pass as calls of kernels. */
+#include "backend/cuda/cuda.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/f16.h"
+#include "gguf/gguf.h"
+
+static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
+{
+    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
+    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
+                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
+                   (long long)cols);
+}
+
+bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
+                        bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(out, c->s.n_rows, e->cols, "embed", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_embed(out->data, out->cols, e->data, c->weights, c->ids, scale,
+                                  c->s.n_rows, (int)e->cols, c->stream),
+                        "op embed");
+}
+
+bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
+                           int n_rows, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(out, n_rows, w->n, "rms_norm", err);
+    if (!st) st = fits(x, n_rows, w->n, "rms_norm", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_rms_norm(out->data, out->cols, x->data, x->cols, NULL, 0, w->data, eps,
+                                     n_rows, (int)w->n, c->stream),
+                        "op rms_norm");
+}
+
+bg_status bg_cuda_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(y, c->s.n_rows, x->cols, "add", err);
+    if (!st) st = fits(x, c->s.n_rows, x->cols, "add", err);
+    if (st) return st;
+    return bg_cuda_done(
+        err, bgk_add(x->data, x->cols, y->data, y->cols, c->s.n_rows, (int)x->cols, c->stream),
+        "op add");
+}
+
+bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                               const bg_vec *w, float eps, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(out, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (!st) st = fits(x, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (!st) st = fits(y, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_rms_norm(out->data, out->cols, x->data, x->cols, y->data, y->cols,
+                                     w->data, eps, c->s.n_rows, (int)w->n, c->stream),
+                        "op add_rms_norm");
+}
+
+static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_linear *l,
+                            const bg_act *x, int n_rows, bg_error *err)
+{
+    if (!n_rows || !l->n_rows) return BG_OK;
+    if (!l->k) { /* a rank with nothing to sum: the bias, or 0 */
+        cudaError_t e = cudaSuccess;
+        for (int r = 0; r < n_rows && e == cudaSuccess; r++)
+            e = l->bias
+                    ? cudaMemcpyAsync(out + r * out_cols, l->bias, (size_t)l->n_rows * sizeof *out,
+                                      cudaMemcpyDeviceToDevice, c->stream)
+                    : cudaMemsetAsync(out + r * out_cols, 0, (size_t)l->n_rows * sizeof *out,
+                                      c->stream);
+        return bg_cuda_done(err, e, l->name);
+    }
+    return bg_cuda_done(err,
+                        bgk_linear(out, out_cols, l->w, c->weights, l->bias, x->data, x->cols,
+                                   n_rows, l->n_rows, l->k, l->k_padded, c->scratch, c->stream),
+                        l->name);
+}
+
+bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
+                         int n_rows, bg_error *err)
+{
+    bg_status st = fits(out, n_rows, l->n_rows, "linear", err);
+    if (!st) st = fits(x, n_rows, l->k, "linear", err);
+    return st ? st : run_linear((bg_cuda *)b, out->data, out->cols, l, x, n_rows, err);
+}
+
+/* A rotation's frequencies on the device, brought there at their first use. */
+static bg_status freq_of(bg_cuda *c, const bg_rope *rope, const float **out, bg_error *err)
+{
+    const int n = rope->n_rot / 2;
+    for (int i = 0; i < c->n_freqs; i++)
+        if (c->freqs[i].host == rope->freq && c->freqs[i].n == n) {
+            *out = c->freqs[i].device;
+            return BG_OK;
+        }
+    if (c->n_freqs == (int)(sizeof c->freqs / sizeof *c->freqs))
+        return bg_fail(err, BG_INTERNAL, "more rotations than any model has");
+    float *device = NULL;
+    bg_status st = bg_cuda_take(c, &device, (size_t)n * sizeof *device, "rope", err);
+    if (!st) st = bg_cuda_put(device, rope->freq, (size_t)n * sizeof *device, "rope", err);
+    if (st) return st;
+    c->freqs[c->n_freqs].host = rope->freq;
+    c->freqs[c->n_freqs].device = device;
+    c->freqs[c->n_freqs++].n = n;
+    *out = device;
+    return BG_OK;
+}
+
+static bg_status check_layer(const bg_cuda *c, int layer, int n_kv, int k_dim, int v_dim,
+                             const char *op, bg_error *err)
+{
+    if (layer >= 0 && layer < c->n_layers && n_kv == c->cache.n_kv_heads &&
+        k_dim == c->cache.k_dim && v_dim == c->cache.v_dim)
+        return BG_OK;
+    return bg_fail(
+        err, BG_INTERNAL,
+        "op %s: layer %d with %d KV heads of %d and %d does not fit the cache: %d layers, %d "
+        "heads of %d and %d",
+        op, layer, n_kv, k_dim, v_dim, c->n_layers, c->cache.n_kv_heads, c->cache.k_dim,
+        c->cache.v_dim);
+}
+
+bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                             bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    const int64_t q_cols = (int64_t)p->n_heads * p->head_dim;
+    const int64_t cols = q_cols + (int64_t)p->n_kv_heads * (p->head_dim + p->v_dim);
+    const float *freq = NULL;
+    bg_status st =
+        check_layer(c, p->layer, p->n_kv_heads, p->head_dim, p->v_dim, "rope_store", err);
+    if (!st) st = fits(q_out, c->s.n_rows, q_cols, "rope_store", err);
+    if (!st) st = fits(qkv, c->s.n_rows, cols, "rope_store", err);
+    if (!st && p->rope) st = freq_of(c, p->rope, &freq, err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_rope_store(q_out->data, q_out->cols, qkv->data, qkv->cols, &c->cache,
+                                       &c->rows, p->layer, p->n_heads,
+                                       p->q_norm ? p->q_norm->data : NULL,
+                                       p->k_norm ? p->k_norm->data : NULL, p->norm_eps, freq,
+                                       p->rope ? p->rope->n_rot : 0, p->rope && p->rope->neox,
+                                       p->rope ? p->rope->mscale : 1.0f, c->stream),
+                        "op rope_store");
+}
+
+bg_status bg_cuda_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                            bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    if (!p->n_heads) return BG_OK;
+    bg_status st = check_layer(c, p->layer, p->n_kv_heads, p->head_dim, p->v_dim, "attention", err);
+    if (!st) st = fits(out, c->s.n_rows, (int64_t)p->n_heads * p->v_dim, "attention", err);
+    if (!st) st = fits(q, c->s.n_rows, (int64_t)p->n_heads * p->head_dim, "attention", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_attention(out->data, out->cols, q->data, q->cols, &c->cache, &c->rows,
+                                      p->layer, p->n_heads, p->head0, p->kv_head0, p->group,
+                                      p->scale, p->softcap, p->window,
+                                      p->sinks ? p->sinks->data : NULL, c->stream),
+                        "op attention");
+}
+
+bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
+                      bg_error *err)
+{
+    static const bgk_act fns[] = {
+        [BG_SILU] = BGK_SILU, [BG_GELU_TANH] = BGK_GELU_TANH, [BG_GELU_ERF] = BGK_GELU_ERF};
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
+    if (!st) st = fits(out, c->s.n_rows, out->cols, "glu", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_glu(out->data, out->cols, gate_up->data, gate_up->cols, fns[fn],
+                                c->s.n_rows, (int)out->cols, c->stream),
+                        "op glu");
+}
+
+bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
+{
+    const bg_cuda *c = (const bg_cuda *)b;
+    if (!c->config.comm || bg_comm_size(c->config.comm) == 1) return BG_OK;
+    return bg_fail(err, BG_ARG, "op all_reduce: %s: several GPUs are not supported yet", x->name);
+}
+
+bg_status bg_cuda_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(out, c->s.n_out, x->cols, "gather_out", err);
+    if (st) return st;
+    return bg_cuda_done(err,
+                        bgk_gather(out->data, out->cols, x->data, x->cols, c->out_row, c->s.n_out,
+                                   (int)x->cols, c->stream),
+                        "op gather_out");
+}
+
+bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
+                         const int64_t *rank_rows, float softcap, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    const int64_t vocab = c->config.vocab_size;
+    if (head->n_rows != vocab || (rank_rows && rank_rows[0] != vocab))
+        return bg_fail(err, BG_INTERNAL, "op logits: the head has %d rows, the vocabulary is %lld",
+                       head->n_rows, (long long)vocab);
+    bg_status st = fits(x, c->s.n_out, head->k, "logits", err);
+    c->has_logits = true;
+    if (st || !c->s.n_out) return st;
+    bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};
+    if (b->check) b->ops->poison(b, &all, c->s.n_out);
+    st = run_linear(c, c->logits, vocab, head, x, c->s.n_out, err);
+    if (!st && softcap > 0)
+        st = bg_cuda_done(err, bgk_softcap(c->logits, c->s.n_out * vocab, softcap, c->stream),
+                          "op logits");
+    int64_t row = 0, col = 0;
+    if (!st && b->check && !bg_cuda_all_finite(b, &all, c->s.n_out, vocab, &row, &col))
+        st = bg_fail(err, BG_INTERNAL, "op logits: logits[%lld, %lld] is not finite after it",
+                     (long long)row, (long long)col);
+    return st;
+}

@@ -41,9 +41,9 @@ typedef enum bgk_act { BGK_SILU, BGK_GELU_TANH, BGK_GELU_ERF } bgk_act;
 /* out[t,:] = scale * table[ids[t],:]; table [vocab, cols] of type F32 or F16. */
 cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type type,
                       const int32_t *ids, float scale, int rows, int cols, cudaStream_t stream);
-/* out = rms_norm(x) * w; with y not NULL: x += y first. out == x is allowed without y. cols >= 1.
- */
-cudaError_t bgk_rms_norm(float *out, int64_t out_cols, float *x, int64_t x_cols, const float *y,
+/* out = rms_norm(x) * w, in either layout; with y not NULL: x += y first. out == x is allowed without
+ * y, as rows of the same stride. cols >= 1. */
+cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
                          int64_t y_cols, const float *w, float eps, int rows, int cols,
                          cudaStream_t stream);
 cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, int rows, int cols,
@@ -56,10 +56,12 @@ cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_c
                        const int32_t *index, int rows, int cols, cudaStream_t stream);
 /* x = cap * tanh(x / cap) */
 cudaError_t bgk_softcap(float *x, int64_t n, float cap, cudaStream_t stream);
-/* All NaN; and *bad = the smallest row * cols + col that is not finite (unchanged if all are). */
-cudaError_t bgk_poison(float *x, int64_t n, cudaStream_t stream);
-cudaError_t bgk_find_bad(unsigned long long *bad, const float *x, int64_t x_cols, int64_t rows,
-                         int64_t cols, cudaStream_t stream);
+/* NaN in the first `rows` rows, BGK_TILES: filling columns too. */
+cudaError_t bgk_poison(const bgk_out *x, int64_t rows, int64_t cols, cudaStream_t stream);
+/* *bad = the smallest row * C + col that is not finite (unchanged if all are); C is cols, BGK_TILES:
+ * a multiple of 64, for filling columns are searched too. */
+cudaError_t bgk_find_bad(unsigned long long *bad, const bgk_out *x, int64_t rows, int64_t cols,
+                         cudaStream_t stream);
 
 /* ---- linear.cu --------------------------------------------------------------------------------
  * out[t, n] = sum_k x[t, k] w[n, k] + bias[n] (NULL: none), for n in [0, n_rows). w: [n_rows,

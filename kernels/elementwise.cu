@@ -1,80 +1,239 @@
 /* kernels/elementwise.cu - what is memory traffic and little else: embedding rows, norms,
  * additions, gated activations, row gathers; poison and its search.
  *
- *   requires  what bgk.h says; rows <= 2^31 - 1
- *   launch    one block a row, 256 threads; graph-capturable
- *   order     a norm's squares are summed in f32, thread i taking columns i, i + 256, ...; then a
- * tree over threads: set by the number of columns alone proof     tests/unit/model/test_golden on a
- * GPU: whole models, not yet each kernel by itself */
+ *   requires  what bgk.h says; rows <= 2^31 - 1. 16-byte loads and stores where pointers, strides
+ * and columns allow them, single values where not: the same results launch    norm_rows: one block
+ * a row, of up to 512 threads, which keep the row in registers up to 16384 columns (beyond that it
+ * is read twice); others: blocks of 1024 columns of a row. Graph-capturable; they may start before
+ * the kernel before them has ended order     a norm's squares are summed in f32, each thread its
+ * pieces of 8 columns one after another, then a tree over lanes and warps: set by the number of
+ * columns alone traffic   norm_rows: 4 B read (with y 8 B read, 4 B written) and 4 or 2 B written a
+ * value proof     tests/gpu/test_elementwise.c */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "bgk.h"
+#include "launch.cuh"
+#include "tiles.cuh"
 
 namespace
 {
 
 constexpr int BLOCK = 256;
 
-__device__ float load(const float *p)
+/* ---- four values at once ----------------------------------------------------------------------
+ */
+
+/* Columns [col, col + 4) of a row; 0 from `cols` on. VEC: cols is a multiple of 4, and p + col
+ * 16-byte aligned. */
+template <bool VEC> __device__ float4 load4(const float *p, int col, int cols)
 {
-    return *p;
+    if (VEC) return col < cols ? *(const float4 *)(p + col) : make_float4(0, 0, 0, 0);
+    float4 v;
+    v.x = col < cols ? p[col] : 0;
+    v.y = col + 1 < cols ? p[col + 1] : 0;
+    v.z = col + 2 < cols ? p[col + 2] : 0;
+    v.w = col + 3 < cols ? p[col + 3] : 0;
+    return v;
 }
 
-__device__ float load(const __half *p)
+template <bool VEC> __device__ void store4(float *p, int col, int cols, float4 v)
 {
-    return __half2float(*p);
+    if (VEC) {
+        if (col < cols) *(float4 *)(p + col) = v;
+        return;
+    }
+    if (col < cols) p[col] = v.x;
+    if (col + 1 < cols) p[col + 1] = v.y;
+    if (col + 2 < cols) p[col + 2] = v.z;
+    if (col + 3 < cols) p[col + 3] = v.w;
 }
 
-/* Sum over the block; every thread gets it. All threads of the block call it. */
+__device__ float4 operator+(float4 a, float4 b)
+{
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ float add_squares(float sum, float4 v)
+{
+    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+}
+
+/* v * f * w; 0 from `cols` on, whatever f is. */
+__device__ float4 scaled(float4 v, float f, float4 w, int col, int cols)
+{
+    float4 o;
+    o.x = col < cols ? v.x * f * w.x : 0;
+    o.y = col + 1 < cols ? v.y * f * w.y : 0;
+    o.z = col + 2 < cols ? v.z * f * w.z : 0;
+    o.w = col + 3 < cols ? v.w * f * w.w : 0;
+    return o;
+}
+
+__device__ unsigned tile_pair(float low, float high)
+{
+    const __half2 h = __halves2half2(tile_half(low), tile_half(high));
+    return *(const unsigned *)&h;
+}
+
+/* ---- norms ------------------------------------------------------------------------------------
+ * A row is pieces of 8 columns, as BGK_TILES has them: piece u is columns a = 64 (u / 8) + 4 (u %
+ * 8) to a + 3 and a + 32 to a + 35. Thread i has pieces i, i + blockDim.x, ... */
+
+constexpr int NORM_BLOCK = 512; /* threads at most */
+
+__device__ int piece_col(int u)
+{
+    return u / 8 * 64 + u % 8 * 4;
+}
+
+/* Sum over the block; every thread gets it, and all threads call it once. */
 __device__ float block_sum(float v)
 {
-    __shared__ float part[BLOCK / 32];
-    __shared__ float total;
+    __shared__ float part[NORM_BLOCK / 32];
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (int d = 16; d > 0; d /= 2)
         v += __shfl_xor_sync(0xffffffffu, v, d);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+    if (lane == 0) part[threadIdx.x / 32] = v;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        float s = 0;
-        for (int i = 0; i < BLOCK / 32; i++)
-            s += part[i];
-        total = s;
-    }
-    __syncthreads();
-    return total;
+    v = lane < warps ? part[lane] : 0;
+    for (int d = NORM_BLOCK / 64; d > 0; d /= 2)
+        v += __shfl_xor_sync(0xffffffffu, v, d);
+    return v;
 }
 
-template <typename T>
+template <bool TILES, bool VEC>
+__device__ void put_piece(const bgk_out &out, int row, int u, int cols, float4 a, float4 b)
+{
+    const int col = piece_col(u);
+    if (TILES) {
+        uint4 p;
+        p.x = tile_pair(a.x, b.x);
+        p.y = tile_pair(a.y, b.y);
+        p.z = tile_pair(a.z, b.z);
+        p.w = tile_pair(a.w, b.w);
+        *(uint4 *)((__half *)out.data + tile_piece(out.stride, row, u / 8, u % 8)) = p;
+    } else {
+        float *o = (float *)out.data + row * out.stride;
+        store4<VEC>(o, col, cols, a);
+        store4<VEC>(o, col + 32, cols, b);
+    }
+}
+
+/* x's piece u of the row, with y's added and stored again if there is y. */
+template <bool VEC>
+__device__ void take_piece(float *x, const float *y, int u, int cols, float4 *a, float4 *b)
+{
+    const int col = piece_col(u);
+    *a = load4<VEC>(x, col, cols);
+    *b = load4<VEC>(x, col + 32, cols);
+    if (!y) return;
+    *a = *a + load4<VEC>(y, col, cols);
+    *b = *b + load4<VEC>(y, col + 32, cols);
+    store4<VEC>(x, col, cols, *a);
+    store4<VEC>(x, col + 32, cols, *b);
+}
+
+/* EACH: pieces of a thread, kept in registers; 0: any number, read again for the second pass. */
+template <int EACH, bool TILES, bool VEC>
+__global__ void __launch_bounds__(NORM_BLOCK)
+    norm_rows(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols, const float *w,
+              float eps, int cols, int pieces)
+{
+    constexpr bool W_EARLY = EACH == 1 || EACH == 2; /* weights while the kernel before ends */
+    constexpr int KEPT = EACH ? EACH : 1;
+    const int row = blockIdx.x, step = blockDim.x;
+    float4 a[KEPT], b[KEPT], wa[KEPT], wb[KEPT];
+    float *xr = x + row * x_cols;
+    const float *yr = y ? y + row * y_cols : nullptr;
+    float sum = 0;
+    ptx_let_next_start();
+#pragma unroll
+    for (int i = 0; W_EARLY && i < EACH; i++) {
+        const int col = piece_col(threadIdx.x + i * step);
+        wa[i] = load4<VEC>(w, col, cols);
+        wb[i] = load4<VEC>(w, col + 32, cols);
+    }
+    ptx_wait_prior();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        take_piece<VEC>(xr, yr, threadIdx.x + i * step, cols, &a[i], &b[i]);
+        sum = add_squares(add_squares(sum, a[i]), b[i]);
+    }
+    for (int u = threadIdx.x; EACH == 0 && u < pieces; u += step) {
+        take_piece<VEC>(xr, yr, u, cols, &a[0], &b[0]);
+        sum = add_squares(add_squares(sum, a[0]), b[0]);
+    }
+    const float f = 1.0f / sqrtf(block_sum(sum) / (float)cols + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int u = threadIdx.x + i * step, col = piece_col(u);
+        if (!W_EARLY) {
+            wa[i] = load4<VEC>(w, col, cols);
+            wb[i] = load4<VEC>(w, col + 32, cols);
+        }
+        if (u < pieces)
+            put_piece<TILES, VEC>(out, row, u, cols, scaled(a[i], f, wa[i], col, cols),
+                                  scaled(b[i], f, wb[i], col + 32, cols));
+    }
+    for (int u = threadIdx.x; EACH == 0 && u < pieces; u += step) {
+        const int col = piece_col(u);
+        a[0] = scaled(load4<VEC>(xr, col, cols), f, load4<VEC>(w, col, cols), col, cols);
+        b[0] = scaled(load4<VEC>(xr, col + 32, cols), f, load4<VEC>(w, col + 32, cols), col + 32,
+                      cols);
+        put_piece<TILES, VEC>(out, row, u, cols, a[0], b[0]);
+    }
+}
+
+/* ---- rows, 1024 columns a block: thread i has the four from 1024 blockIdx.y + 4 i on
+ * ------------- */
+
+__device__ int my_col()
+{
+    return (int)(blockIdx.y * (4 * BLOCK) + 4 * threadIdx.x);
+}
+
+template <bool VEC> __device__ float4 load4(const __half *p, int col, int cols)
+{
+    float4 v = make_float4(0, 0, 0, 0);
+    if (VEC) {
+        if (col >= cols) return v;
+        const uint2 bits = *(const uint2 *)(p + col);
+        const float2 lo = __half22float2(*(const __half2 *)&bits.x);
+        const float2 hi = __half22float2(*(const __half2 *)&bits.y);
+        return make_float4(lo.x, lo.y, hi.x, hi.y);
+    }
+    if (col < cols) v.x = __half2float(p[col]);
+    if (col + 1 < cols) v.y = __half2float(p[col + 1]);
+    if (col + 2 < cols) v.z = __half2float(p[col + 2]);
+    if (col + 3 < cols) v.w = __half2float(p[col + 3]);
+    return v;
+}
+
+template <typename T, bool VEC>
 __global__ void embed_rows(float *out, int64_t out_cols, const T *table, const int32_t *ids,
                            float scale, int cols)
 {
-    const T *row = table + (int64_t)ids[blockIdx.x] * cols;
-    for (int i = threadIdx.x; i < cols; i += BLOCK)
-        out[blockIdx.x * out_cols + i] = scale * load(row + i);
+    const int col = my_col();
+    ptx_let_next_start();
+    ptx_wait_prior();
+    float4 v = load4<VEC>(table + (int64_t)ids[blockIdx.x] * cols, col, cols);
+    v.x *= scale;
+    v.y *= scale;
+    v.z *= scale;
+    v.w *= scale;
+    store4<VEC>(out + blockIdx.x * out_cols, col, cols, v);
 }
 
-__global__ void norm_rows(float *out, int64_t out_cols, float *x, int64_t x_cols, const float *y,
-                          int64_t y_cols, const float *w, float eps, int cols)
-{
-    float *row = x + blockIdx.x * x_cols, sum = 0;
-    for (int i = threadIdx.x; i < cols; i += BLOCK) {
-        float v = row[i];
-        if (y) {
-            v += y[blockIdx.x * y_cols + i];
-            row[i] = v;
-        }
-        sum = fmaf(v, v, sum);
-    }
-    const float f = 1.0f / sqrtf(block_sum(sum) / (float)cols + eps);
-    for (int i = threadIdx.x; i < cols; i += BLOCK)
-        out[blockIdx.x * out_cols + i] = row[i] * f * w[i];
-}
-
+template <bool VEC>
 __global__ void add_rows(float *x, int64_t x_cols, const float *y, int64_t y_cols, int cols)
 {
-    for (int i = threadIdx.x; i < cols; i += BLOCK)
-        x[blockIdx.x * x_cols + i] += y[blockIdx.x * y_cols + i];
+    const int col = my_col();
+    float *row = x + blockIdx.x * x_cols;
+    ptx_let_next_start();
+    ptx_wait_prior();
+    store4<VEC>(row, col, cols,
+                load4<VEC>(row, col, cols) + load4<VEC>(y + blockIdx.x * y_cols, col, cols));
 }
 
 __device__ float activate(float v, bgk_act fn)
@@ -84,41 +243,70 @@ __device__ float activate(float v, bgk_act fn)
     return 0.5f * v * (1.0f + tanhf(0.79788456f * v * (1.0f + 0.044715f * v * v)));
 }
 
+template <bool VEC>
 __global__ void glu_rows(float *out, int64_t out_cols, const float *x, int64_t x_cols, bgk_act fn,
                          int cols)
 {
+    const int col = my_col();
     const float *row = x + blockIdx.x * x_cols;
-    for (int i = threadIdx.x; i < cols; i += BLOCK)
-        out[blockIdx.x * out_cols + i] = activate(row[i], fn) * row[cols + i];
+    ptx_let_next_start();
+    ptx_wait_prior();
+    const float4 g = load4<VEC>(row, col, cols), u = load4<VEC>(row + cols, col, cols);
+    store4<VEC>(out + blockIdx.x * out_cols, col, cols,
+                make_float4(activate(g.x, fn) * u.x, activate(g.y, fn) * u.y,
+                            activate(g.z, fn) * u.z, activate(g.w, fn) * u.w));
 }
 
+template <bool VEC>
 __global__ void gather_rows(float *out, int64_t out_cols, const float *x, int64_t x_cols,
                             const int32_t *index, int cols)
 {
-    const float *row = x + index[blockIdx.x] * x_cols;
-    for (int i = threadIdx.x; i < cols; i += BLOCK)
-        out[blockIdx.x * out_cols + i] = row[i];
+    const int col = my_col();
+    ptx_let_next_start();
+    ptx_wait_prior();
+    store4<VEC>(out + blockIdx.x * out_cols, col, cols,
+                load4<VEC>(x + index[blockIdx.x] * x_cols, col, cols));
 }
 
 __global__ void softcap_all(float *x, int64_t n, float cap)
 {
     const int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
+    ptx_let_next_start();
+    ptx_wait_prior();
     if (i < n) x[i] = cap * tanhf(x[i] / cap);
 }
 
-__global__ void poison_all(float *x, int64_t n)
+/* ---- poison and its search: not for speed -------------------------------------------------------
+ */
+
+__device__ int64_t place(const bgk_out &x, int64_t row, int64_t col)
 {
-    const int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
-    if (i < n) x[i] = __int_as_float(0x7fffffff);
+    return x.layout == BGK_TILES ? tile_at(x.stride, (int)row, (int)col) : row * x.stride + col;
 }
 
-__global__ void find_bad_all(unsigned long long *bad, const float *x, int64_t x_cols, int64_t rows,
-                             int64_t cols)
+__global__ void poison_all(bgk_out x, int64_t n, int64_t cols)
 {
     const int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
-    if (i < rows * cols && !isfinite(x[i / cols * x_cols + i % cols]))
-        atomicMin(bad, (unsigned long long)i);
+    if (i >= n) return;
+    const int64_t at = place(x, i / cols, i % cols);
+    if (x.layout == BGK_ROWS)
+        ((float *)x.data)[at] = __int_as_float(0x7fffffff);
+    else
+        ((__half *)x.data)[at] = __ushort_as_half(0x7fff);
 }
+
+__global__ void find_bad_all(unsigned long long *bad, bgk_out x, int64_t n, int64_t cols)
+{
+    const int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
+    if (i >= n) return;
+    const int64_t at = place(x, i / cols, i % cols);
+    const float v = x.layout == BGK_ROWS ? ((const float *)x.data)[at]
+                                         : __half2float(((const __half *)x.data)[at]);
+    if (!isfinite(v)) atomicMin(bad, (unsigned long long)i);
+}
+
+/* ---- what a launch takes ------------------------------------------------------------------------
+ */
 
 bool bad_shape(int rows, int cols)
 {
@@ -130,6 +318,38 @@ unsigned blocks_for(int64_t n)
     return (unsigned)((n + BLOCK - 1) / BLOCK);
 }
 
+bool fits16(const void *p, int64_t stride)
+{
+    return (uintptr_t)p % 16 == 0 && stride % 4 == 0;
+}
+
+dim3 row_grid(int rows, int cols)
+{
+    return dim3((unsigned)rows, (unsigned)((cols + 4 * BLOCK - 1) / (4 * BLOCK)));
+}
+
+bool bad_out(const bgk_out *o)
+{
+    if (o->layout == BGK_ROWS) return false;
+    return o->layout != BGK_TILES || o->stride % BGK_TILE_ROWS || (uintptr_t)o->data % 1024;
+}
+
+/* Columns with those that fill up the last group. */
+int64_t all_cols(const bgk_out *o, int64_t cols)
+{
+    return o->layout == BGK_TILES ? (cols + BGK_TILE_COLS - 1) / BGK_TILE_COLS * BGK_TILE_COLS
+                                  : cols;
+}
+
+using norm_kernel = void (*)(bgk_out, float *, int64_t, const float *, int64_t, const float *,
+                             float, int, int);
+
+template <int EACH> norm_kernel norm_for(bool tiles, bool vec)
+{
+    if (tiles) return vec ? norm_rows<EACH, true, true> : norm_rows<EACH, true, false>;
+    return vec ? norm_rows<EACH, false, true> : norm_rows<EACH, false, false>;
+}
+
 } // namespace
 
 cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type type,
@@ -137,23 +357,39 @@ cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type 
 {
     if (bad_shape(rows, cols) || type == BGK_BF16) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
+    const bool vec = fits16(out, out_cols) && fits16(table, cols);
     if (type == BGK_F32)
-        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const float *)table, ids, scale,
-                                               cols);
-    else
-        embed_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, (const __half *)table, ids, scale,
-                                               cols);
-    return cudaGetLastError();
+        return launch_after(vec ? embed_rows<float, true> : embed_rows<float, false>,
+                            row_grid(rows, cols), BLOCK, 0, stream, out, out_cols,
+                            (const float *)table, ids, scale, cols);
+    return launch_after(vec ? embed_rows<__half, true> : embed_rows<__half, false>,
+                        row_grid(rows, cols), BLOCK, 0, stream, out, out_cols,
+                        (const __half *)table, ids, scale, cols);
 }
 
-cudaError_t bgk_rms_norm(float *out, int64_t out_cols, float *x, int64_t x_cols, const float *y,
+cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
                          int64_t y_cols, const float *w, float eps, int rows, int cols,
                          cudaStream_t stream)
 {
-    if (bad_shape(rows, cols) || (y && out == x)) return cudaErrorInvalidValue;
+    if (bad_shape(rows, cols) || bad_out(out) ||
+        (out->data == x && (y || out->layout != BGK_ROWS || out->stride != x_cols)))
+        return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
-    norm_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, x, x_cols, y, y_cols, w, eps, cols);
-    return cudaGetLastError();
+    const bool tiles = out->layout == BGK_TILES;
+    const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(w, 0) &&
+                     (!y || fits16(y, y_cols)) && (tiles || fits16(out->data, out->stride));
+    const int pieces = (int)(((int64_t)cols + 63) / 64) * 8;
+    int each = 0;
+    norm_kernel kernel = norm_for<0>(tiles, vec);
+    if (pieces <= NORM_BLOCK)
+        each = 1, kernel = norm_for<1>(tiles, vec);
+    else if (pieces <= 2 * NORM_BLOCK)
+        each = 2, kernel = norm_for<2>(tiles, vec);
+    else if (pieces <= 4 * NORM_BLOCK)
+        each = 4, kernel = norm_for<4>(tiles, vec);
+    const int threads = each ? ((pieces + each - 1) / each + 31) / 32 * 32 : NORM_BLOCK;
+    return launch_after(kernel, (unsigned)rows, (unsigned)threads, 0, stream, *out, x, x_cols, y,
+                        y_cols, w, eps, cols, pieces);
 }
 
 cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, int rows, int cols,
@@ -161,8 +397,9 @@ cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, in
 {
     if (bad_shape(rows, cols)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
-    add_rows<<<rows, BLOCK, 0, stream>>>(x, x_cols, y, y_cols, cols);
-    return cudaGetLastError();
+    const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(y, y_cols);
+    return launch_after(vec ? add_rows<true> : add_rows<false>, row_grid(rows, cols), BLOCK, 0,
+                        stream, x, x_cols, y, y_cols, cols);
 }
 
 cudaError_t bgk_glu(float *out, int64_t out_cols, const float *x, int64_t x_cols, bgk_act fn,
@@ -170,8 +407,9 @@ cudaError_t bgk_glu(float *out, int64_t out_cols, const float *x, int64_t x_cols
 {
     if (bad_shape(rows, cols)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
-    glu_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, x, x_cols, fn, cols);
-    return cudaGetLastError();
+    const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(out, out_cols);
+    return launch_after(vec ? glu_rows<true> : glu_rows<false>, row_grid(rows, cols), BLOCK, 0,
+                        stream, out, out_cols, x, x_cols, fn, cols);
 }
 
 cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_cols,
@@ -179,31 +417,33 @@ cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_c
 {
     if (bad_shape(rows, cols)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
-    gather_rows<<<rows, BLOCK, 0, stream>>>(out, out_cols, x, x_cols, index, cols);
-    return cudaGetLastError();
+    const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(out, out_cols);
+    return launch_after(vec ? gather_rows<true> : gather_rows<false>, row_grid(rows, cols), BLOCK,
+                        0, stream, out, out_cols, x, x_cols, index, cols);
 }
 
 cudaError_t bgk_softcap(float *x, int64_t n, float cap, cudaStream_t stream)
 {
     if (n < 0 || !(cap > 0)) return cudaErrorInvalidValue;
     if (!n) return cudaSuccess;
-    softcap_all<<<blocks_for(n), BLOCK, 0, stream>>>(x, n, cap);
-    return cudaGetLastError();
+    return launch_after(softcap_all, blocks_for(n), BLOCK, 0, stream, x, n, cap);
 }
 
-cudaError_t bgk_poison(float *x, int64_t n, cudaStream_t stream)
+cudaError_t bgk_poison(const bgk_out *x, int64_t rows, int64_t cols, cudaStream_t stream)
 {
-    if (n < 0) return cudaErrorInvalidValue;
+    if (rows < 0 || cols < 0 || bad_out(x)) return cudaErrorInvalidValue;
+    const int64_t all = all_cols(x, cols), n = rows * all;
     if (!n) return cudaSuccess;
-    poison_all<<<blocks_for(n), BLOCK, 0, stream>>>(x, n);
+    poison_all<<<blocks_for(n), BLOCK, 0, stream>>>(*x, n, all);
     return cudaGetLastError();
 }
 
-cudaError_t bgk_find_bad(unsigned long long *bad, const float *x, int64_t x_cols, int64_t rows,
-                         int64_t cols, cudaStream_t stream)
+cudaError_t bgk_find_bad(unsigned long long *bad, const bgk_out *x, int64_t rows, int64_t cols,
+                         cudaStream_t stream)
 {
-    if (rows < 0 || cols < 1) return cudaErrorInvalidValue;
+    if (rows < 0 || cols < 1 || bad_out(x)) return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;
-    find_bad_all<<<blocks_for(rows * cols), BLOCK, 0, stream>>>(bad, x, x_cols, rows, cols);
+    const int64_t all = all_cols(x, cols), n = rows * all;
+    find_bad_all<<<blocks_for(n), BLOCK, 0, stream>>>(bad, *x, n, all);
     return cudaGetLastError();
 }

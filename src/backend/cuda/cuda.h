@@ -35,6 +35,7 @@ typedef struct bg_cuda {
     void *scratch; /* halves of the widest input of a linear */
     size_t scratch_bytes;
     bgk_type weights; /* F16, or F32 in proof mode */
+    bool tiled;       /* what linears read is BGK_TILES, and they are bgk_matmul's */
 
     bg_steps s;
     bool has_cache, sampled, has_logits;
@@ -70,6 +71,10 @@ bg_status bg_cuda_put(void *to, const void *from, size_t bytes, const char *what
 uint64_t bg_cuda_memory(const bg_backend *b);
 bg_status bg_cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
                           int64_t cols, bg_error *err);
+bg_status bg_cuda_act_input_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
+                                int64_t cols, bg_error *err);
+bgk_out bg_cuda_out(const bg_act *a); /* the buffer as kernels take it */
+bool bg_cuda_fuses_glu(const bg_backend *b);
 bg_status bg_cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
                           bg_error *err);
 void bg_cuda_poison(bg_backend *b, bg_act *a, int64_t rows);

@@ -58,18 +58,62 @@ uint64_t bg_cuda_memory(const bg_backend *b)
     return ((const bg_cuda *)b)->bytes;
 }
 
+static bg_status check_shape(const char *name, int64_t max_rows, int64_t cols, bg_error *err)
+{
+    if (max_rows >= 0 && cols >= 0 && (!cols || max_rows <= INT64_MAX / 32 / cols)) return BG_OK;
+    return bg_fail(err, BG_INTERNAL, "%s: [%lld, %lld] is no shape", name, (long long)max_rows,
+                   (long long)cols);
+}
+
 bg_status bg_cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
                           int64_t cols, bg_error *err)
 {
     *a = (bg_act){0};
-    if (max_rows < 0 || cols < 0 || (cols > 0 && max_rows > INT64_MAX / 16 / cols))
-        return bg_fail(err, BG_INTERNAL, "%s: [%lld, %lld] is no shape", name, (long long)max_rows,
-                       (long long)cols);
     void *data = NULL;
-    bg_status st =
-        bg_cuda_take((bg_cuda *)b, &data, (size_t)(max_rows * cols) * sizeof(float), name, err);
+    bg_status st = check_shape(name, max_rows, cols, err);
+    if (!st)
+        st =
+            bg_cuda_take((bg_cuda *)b, &data, (size_t)(max_rows * cols) * sizeof(float), name, err);
     if (!st) *a = (bg_act){.data = data, .max_rows = max_rows, .cols = cols, .name = name};
     return st;
+}
+
+/* Rows of BGK_TILES with room for max_rows. */
+static int64_t tile_stride(int64_t max_rows)
+{
+    return (max_rows + BGK_TILE_ROWS - 1) / BGK_TILE_ROWS * BGK_TILE_ROWS;
+}
+
+bg_status bg_cuda_act_input_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
+                                int64_t cols, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    if (!c->tiled) return bg_cuda_act_new(b, a, name, max_rows, cols, err);
+    *a = (bg_act){0};
+    char *data = NULL;
+    bg_status st = check_shape(name, max_rows + BGK_TILE_ROWS, cols + BGK_TILE_COLS, err);
+    const int64_t groups = (cols + BGK_TILE_COLS - 1) / BGK_TILE_COLS;
+    const size_t bytes = (size_t)(groups * tile_stride(max_rows)) * BGK_TILE_COLS * 2;
+    if (!st) st = bg_cuda_take(c, &data, bytes + 1024, name, err); /* cudaMalloc aligns to 256 */
+    if (st) return st;
+    data += -(uintptr_t)data % 1024;
+    /* Rows between those of a step and the stride are read too, by what multiplies whole tiles. */
+    st = bg_cuda_done(err, cudaMemset(data, 0, bytes), name);
+    if (!st)
+        *a = (bg_act){
+            .data = data, .max_rows = max_rows, .cols = cols, .name = name, .layout = BGK_TILES};
+    return st;
+}
+
+bgk_out bg_cuda_out(const bg_act *a)
+{
+    const bgk_layout layout = (bgk_layout)a->layout;
+    return (bgk_out){a->data, layout, layout == BGK_TILES ? tile_stride(a->max_rows) : a->cols};
+}
+
+bool bg_cuda_fuses_glu(const bg_backend *b)
+{
+    return ((const bg_cuda *)b)->tiled;
 }
 
 bg_status bg_cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,
@@ -87,21 +131,24 @@ bg_status bg_cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const floa
 void bg_cuda_poison(bg_backend *b, bg_act *a, int64_t rows)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bgk_poison(a->data, rows * a->cols, c->stream);
+    const bgk_out out = bg_cuda_out(a);
+    bgk_poison(&out, rows, a->cols, c->stream);
 }
 
 bool bg_cuda_all_finite(bg_backend *b, const bg_act *a, int64_t rows, int64_t cols, int64_t *row,
                         int64_t *col)
 {
     bg_cuda *c = (bg_cuda *)b;
+    const bgk_out x = bg_cuda_out(a);
     unsigned long long bad = ~0ull;
     *row = *col = 0;
     if (!rows || !cols) return true;
     cudaMemcpyAsync(c->bad, &bad, sizeof bad, cudaMemcpyHostToDevice, c->stream);
-    bgk_find_bad(c->bad, a->data, a->cols, rows, cols, c->stream);
+    bgk_find_bad(c->bad, &x, rows, cols, c->stream);
     cudaMemcpyAsync(&bad, c->bad, sizeof bad, cudaMemcpyDeviceToHost, c->stream);
     if (cudaStreamSynchronize(c->stream) != cudaSuccess) return false;
     if (bad == ~0ull) return true;
+    if (x.layout == BGK_TILES) cols = (cols + BGK_TILE_COLS - 1) / BGK_TILE_COLS * BGK_TILE_COLS;
     *row = (int64_t)(bad / (unsigned long long)cols);
     *col = (int64_t)(bad % (unsigned long long)cols);
     return false;

@@ -35,9 +35,10 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
     bg_status st = fits(out, n_rows, w->n, "rms_norm", err);
     if (!st) st = fits(x, n_rows, w->n, "rms_norm", err);
     if (st) return st;
+    const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(err,
-                        bgk_rms_norm(out->data, out->cols, x->data, x->cols, NULL, 0, w->data, eps,
-                                     n_rows, (int)w->n, c->stream),
+                        bgk_rms_norm(&o, x->data, x->cols, NULL, 0, w->data, eps, n_rows,
+                                     (int)w->n, c->stream),
                         "op rms_norm");
 }
 
@@ -60,9 +61,10 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
     if (!st) st = fits(x, c->s.n_rows, w->n, "add_rms_norm", err);
     if (!st) st = fits(y, c->s.n_rows, w->n, "add_rms_norm", err);
     if (st) return st;
+    const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(err,
-                        bgk_rms_norm(out->data, out->cols, x->data, x->cols, y->data, y->cols,
-                                     w->data, eps, c->s.n_rows, (int)w->n, c->stream),
+                        bgk_rms_norm(&o, x->data, x->cols, y->data, y->cols, w->data, eps,
+                                     c->s.n_rows, (int)w->n, c->stream),
                         "op add_rms_norm");
 }
 

@@ -36,6 +36,12 @@ enum { BGK_TILE_ROWS = 256, BGK_TILE_COLS = 64 };
 
 typedef enum bgk_act { BGK_SILU, BGK_GELU_TANH, BGK_GELU_ERF } bgk_act;
 
+/* ---- step.cu ---------------------------------------------------------------------------------
+ * ids[t] = history[slot_of_seq[seq[t]], pos[t]], 0 for slot -1; history [slots, stride]. */
+cudaError_t bgk_gather_ids(int32_t *ids, const int32_t *history, int64_t stride,
+                           const int32_t *slot_of_seq, const int32_t *seq, const int32_t *pos,
+                           int rows, cudaStream_t stream);
+
 /* ---- elementwise.cu -------------------------------------------------------------------------- */
 
 /* out[t,:] = scale * table[ids[t],:]; table [vocab, cols] of type F32 or F16. */
@@ -139,6 +145,23 @@ typedef struct bgk_weights {
  * n_chunks groups. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream);
+/* The same with a block of `tokens x (64 rows)` of one's choice: 8X2 is 8 tokens and 128 rows. */
+typedef enum bgk_shape {
+    BGK_8X1,
+    BGK_8X2,
+    BGK_16X1,
+    BGK_16X2,
+    BGK_32X1,
+    BGK_32X2,
+    BGK_64X1,
+    BGK_64X2,
+    BGK_64X4,
+    BGK_128X2,
+    BGK_128X4,
+    BGK_SHAPES
+} bgk_shape;
+cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                          int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
 /* ---- attention.cu ----------------------------------------------------------------------------
  * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. */
@@ -170,6 +193,21 @@ cudaError_t bgk_attention(float *out, int64_t out_cols, const float *q, int64_t 
                           const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
                           int head0, int kv_head0, int group, float scale, float softcap,
                           int window, const float *sinks, cudaStream_t stream);
+
+/* ---- comm.cu: around collectives ---------------------------------------------------------------- */
+
+enum { BGK_MAX_RANKS = 64 };
+/* out[i] = parts[i] + parts[part + i] + parts[2 part + i] + ... over n_ranks parts, i < n. part >= n.
+ * out may be one of the parts (element i is read and written by one thread). */
+cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ranks, int64_t n,
+                          cudaStream_t stream);
+/* out[t, start_r + j] = in[r][t][j] for j < widths[r] (host), start_r the sum of the widths before;
+ * in: [n_ranks, rows, shard_cols]. */
+cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
+                             const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
+/* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
+ * until *never is not 0. */
+cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

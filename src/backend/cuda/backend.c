@@ -26,6 +26,8 @@ static void cuda_free(bg_backend *b)
     for (size_t i = 0; i < c->n_embeddings; i++)
         free(c->embeddings[i]);
     free(c->embeddings);
+    bg_cuda_comm_free(c);
+    bg_cuda_fault_free(c);
     if (c->host_step) cudaFreeHost(c->host_step);
     if (c->host_logits) cudaFreeHost(c->host_logits);
     if (c->stream) cudaStreamDestroy(c->stream);
@@ -97,6 +99,8 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->weights = config->compute == BG_COMPUTE_F32 ? BGK_F32 : BGK_F16;
     st = bg_cuda_done(err, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "stream");
     if (!st) st = bg_steps_init(&c->s, config, err);
+    if (!st) st = bg_cuda_comm_new(c, err);
+    if (!st) st = bg_cuda_fault_new(c, err);
     if (!st) st = bg_cuda_sampling_new(c, err);
     if (st) {
         cuda_free(&c->base);

@@ -20,6 +20,13 @@ struct bg_linear {
     int n_rows, k, k_padded;
 };
 
+enum {
+    BG_CUDA_STEPS = 4,    /* step descriptors on their way to the device */
+    BG_CUDA_FLIGHTS = 3,  /* steps whose tokens were not fetched yet */
+    BG_CUDA_STAGES = 16,  /* parts of the staging ring */
+    BG_CUDA_BUCKETS = 20,
+};
+
 typedef struct bg_cuda {
     bg_backend base;
     bg_backend_config config;
@@ -41,11 +48,41 @@ typedef struct bg_cuda {
     bool has_cache, sampled, has_logits;
     bgk_cache cache;
     int n_layers;
-    /* the step on the device, and its pinned twin on the host */
-    int32_t *step, *host_step;
+    /* step.c: the step on the device. One buffer, laid out by the numbers of rows, sequences and
+     * outputs alone, so that a graph may hold its addresses; one copy brings it. */
+    int32_t *step, *host_steps[BG_CUDA_STEPS];
+    cudaEvent_t step_copied[BG_CUDA_STEPS];
+    uint64_t n_steps;
     size_t step_ints;
-    int32_t *ids, *pos, *seq, *block0, *out_row, *blocks; /* parts of step */
-    bgk_rows rows;
+    int32_t *pos, *seq;                    /* [rows] */
+    int32_t *slot_of_seq, *block0;         /* [seqs]; slot -1: padding */
+    int32_t *out_row, *out_slot;           /* [n_out]; slot -1: padding, nothing is sampled */
+    int32_t *out_len, *out_gen;            /* [n_out] tokens in the slot's history; sampled ones */
+    int32_t *att_plan;                     /* attention.c's work lists */
+    int32_t *blocks;                       /* block tables; the first entry is block 0 */
+    bgk_rows rows;                         /* of these */
+    int32_t *ids;                          /* [rows] gathered on the device from histories */
+    int32_t *history;                      /* [max_seqs, history_stride] */
+    int64_t history_stride;                /* max_ctx + 1 */
+    char *stage;                           /* a ring of pinned memory for bg_cuda_upload() */
+    cudaEvent_t stage_free[BG_CUDA_STAGES]; /* a part's copies have run */
+    bool stage_used[BG_CUDA_STAGES];
+    int stage_at;
+    size_t stage_fill;
+
+    /* graph.c: decode steps as graphs, and steps under way */
+    int buckets[BG_CUDA_BUCKETS], n_buckets; /* ascending */
+    cudaGraphExec_t graphs[BG_CUDA_BUCKETS]; /* NULL: steps of this size are not captured */
+    uint64_t graph_bytes;
+    bool capturing;
+    bool ended; /* the present step is among the flights */
+    struct bg_cuda_flight {
+        cudaEvent_t done;
+        int n_out;
+        int32_t *slots; /* [max_seqs] */
+    } flights[BG_CUDA_FLIGHTS];
+    uint64_t n_ended, n_fetched; /* flight number n is at n % BG_CUDA_FLIGHTS */
+
     struct { /* rotations' frequencies, by the host pointer that names them */
         const float *host;
         float *device;
@@ -58,6 +95,9 @@ typedef struct bg_cuda {
     unsigned long long *bad;
     bg_sampled *results;
     bg_sampler sampler;
+
+    struct bg_cuda_comm *ranks; /* comm.c: collectives; NULL: the only rank */
+    struct bg_cuda_fault *fault; /* fault.c; NULL: none is asked for */
 } bg_cuda;
 
 /* objects.c. What every file here uses: */
@@ -95,6 +135,30 @@ bg_status bg_cuda_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const
 bg_status bg_cuda_begin_step(bg_backend *b, const bg_batch *batch, bg_error *err);
 int bg_cuda_n_rows(const bg_backend *b);
 int bg_cuda_n_out(const bg_backend *b);
+/* On the stream, through pinned memory: `from` may change as soon as it returns, and the device
+ * memory is written when all work before has run. Waits only while the ring is full. Not while
+ * capturing. */
+bg_status bg_cuda_upload(bg_cuda *c, void *to, const void *from, size_t bytes, bg_error *err);
+/* Lays the step of c->s out for so many rows (at least its own; the rest is padding) and sends it.
+ */
+bg_status bg_cuda_send_step(bg_cuda *c, int rows, int seqs, int outs, bg_error *err);
+bg_status bg_cuda_gather_ids(bg_cuda *c, bg_error *err); /* c->ids of the rows */
+void bg_cuda_step_free(bg_cuda *c);
+
+/* graph.c */
+bg_status bg_cuda_flights_new(bg_cuda *c, bg_error *err);
+void bg_cuda_flights_free(bg_cuda *c);
+bg_status bg_cuda_prepare(bg_backend *b, bg_forward *forward, void *ctx, bg_error *err);
+bg_status bg_cuda_step(bg_backend *b, const bg_batch *batch, bg_forward *forward, void *ctx,
+                       bg_error *err);
+bool bg_cuda_ready(bg_backend *b);
+bg_status bg_cuda_sample(bg_backend *b, bg_error *err);
+bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
+
+/* attention.c: its part of the step's buffer, c->att_plan. */
+size_t bg_cuda_attention_ints(const bg_cuda *c, int rows, int seqs); /* grows with both */
+/* For the step of c->s, padded to rows and seqs; host has that many ints. */
+void bg_cuda_attention_plan(const bg_cuda *c, int32_t *host, int rows, int seqs);
 
 /* ops.c */
 bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
@@ -119,9 +183,31 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
 
 /* sample.c */
 bg_status bg_cuda_sampling_new(bg_cuda *c, bg_error *err);
-bg_status bg_cuda_sample(bg_backend *b, bg_error *err);
-bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
+/* The settings of c->s.slots[slot] go to the device, by bg_cuda_upload(). */
+bg_status bg_cuda_sample_seat(bg_cuda *c, int slot, bg_error *err);
+/* Samples the step's outputs and appends to histories, on the device; only launches. */
+bg_status bg_cuda_sample_enqueue(bg_cuda *c, bg_error *err);
+/* The first n results go to pinned buffer 0 .. BG_CUDA_FLIGHTS-1, on the stream; and from there to
+ * out, once they have come. */
+bg_status bg_cuda_results_copy(bg_cuda *c, int buffer, int n, bg_error *err);
+void bg_cuda_results_read(bg_cuda *c, int buffer, int n, bg_sampled *out);
 bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err);
+
+/* comm.c. After the stream is there; waits for the other ranks. */
+bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
+void bg_cuda_comm_free(bg_cuda *c);
+/* x = the sum over ranks, in rank order, of the first rows; nothing to do for the only rank. */
+bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err);
+/* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank] columns
+ * count; becomes [n_out, vocab]. */
+int64_t bg_cuda_shard_cols(const bg_cuda *c);
+bg_status bg_cuda_gather_logits(bg_cuda *c, int n_out, const int64_t *rank_rows, bg_error *err);
+
+/* fault.c: failures for tests, by BATCHGEN_TEST_GPU_FAULT. Once a step, outside captures. */
+bg_status bg_cuda_fault_new(bg_cuda *c, bg_error *err);
+bg_status bg_cuda_fault_step(bg_cuda *c, bg_error *err);
+bool bg_cuda_fault_capture(const bg_cuda *c); /* whether taking a graph shall fail */
+void bg_cuda_fault_free(bg_cuda *c);
 
 /* What device.c looks up by name. */
 #define BG_EXPORT __attribute__((visibility("default")))

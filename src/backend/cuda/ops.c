@@ -189,9 +189,8 @@ bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_
 
 bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 {
-    const bg_cuda *c = (const bg_cuda *)b;
-    if (!c->config.comm || bg_comm_size(c->config.comm) == 1) return BG_OK;
-    return bg_fail(err, BG_ARG, "op all_reduce: %s: several GPUs are not supported yet", x->name);
+    bg_cuda *c = (bg_cuda *)b;
+    return bg_cuda_all_reduce_rows(c, x, c->s.n_rows, err);
 }
 
 bg_status bg_cuda_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
@@ -210,15 +209,17 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
 {
     bg_cuda *c = (bg_cuda *)b;
     const int64_t vocab = c->config.vocab_size;
-    if (head->n_rows != vocab || (rank_rows && rank_rows[0] != vocab))
-        return bg_fail(err, BG_INTERNAL, "op logits: the head has %d rows, the vocabulary is %lld",
-                       head->n_rows, (long long)vocab);
+    const int64_t own = c->ranks ? rank_rows[bg_comm_rank(c->config.comm)] : vocab;
+    if (head->n_rows != own)
+        return bg_fail(err, BG_INTERNAL, "op logits: the head has %d rows, not %lld", head->n_rows,
+                       (long long)own);
     bg_status st = fits(x, c->s.n_out, head->k, "logits", err);
     c->has_logits = true;
     if (st || !c->s.n_out) return st;
     bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};
     if (b->check) b->ops->poison(b, &all, c->s.n_out);
-    st = run_linear(c, c->logits, vocab, head, x, c->s.n_out, err);
+    st = run_linear(c, c->logits, bg_cuda_shard_cols(c), head, x, c->s.n_out, err);
+    if (!st) st = bg_cuda_gather_logits(c, c->s.n_out, rank_rows, err);
     if (!st && softcap > 0)
         st = bg_cuda_done(err, bgk_softcap(c->logits, c->s.n_out * vocab, softcap, c->stream),
                           "op logits");

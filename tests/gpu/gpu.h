@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +31,13 @@
     } while (0)
 
 enum { GUARD = 256 }; /* poisoned values behind every output */
+
+/* Small shapes are asked for: under tools that make everything a hundred times slower. */
+static GPU_UNUSED bool gpu_small(void)
+{
+    const char *v = getenv("GPU_TEST_SMALL");
+    return v && *v && strcmp(v, "0") != 0;
+}
 
 /* Uniform in (-1, 1), a function of seed and i alone. */
 static inline float gpu_random(uint64_t seed, uint64_t i)
@@ -97,6 +105,39 @@ static GPU_UNUSED uint16_t *to_tiles(const float *x, size_t rows, size_t cols, s
         for (size_t c = 0; c < groups * 64; c++)
             t[tile_index(stride, r, c)] = c < cols ? bg_f32_to_f16(x[r * cols + c]) : 0;
     return t;
+}
+
+/* Microseconds that one call takes, of `n` in a CUDA graph, as decode steps run: the best of five.
+ */
+static GPU_UNUSED double gpu_time_us(void (*call)(void *ctx, cudaStream_t stream), void *ctx, int n)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t e[2];
+    float best = INFINITY, ms;
+    CU(cudaStreamCreate(&stream));
+    CU(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < n; i++)
+        call(ctx, stream);
+    CU(cudaStreamEndCapture(stream, &graph));
+    CU(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 2; i++)
+        CU(cudaEventCreate(&e[i]));
+    for (int run = 0; run < 6; run++) { /* the first brings the graph there */
+        CU(cudaEventRecord(e[0], stream));
+        CU(cudaGraphLaunch(exec, stream));
+        CU(cudaEventRecord(e[1], stream));
+        CU(cudaStreamSynchronize(stream));
+        CU(cudaEventElapsedTime(&ms, e[0], e[1]));
+        if (run && ms < best) best = ms;
+    }
+    for (int i = 0; i < 2; i++)
+        CU(cudaEventDestroy(e[i]));
+    CU(cudaGraphExecDestroy(exec));
+    CU(cudaGraphDestroy(graph));
+    CU(cudaStreamDestroy(stream));
+    return best * 1e3 / n;
 }
 
 typedef struct worst {

@@ -21,9 +21,9 @@ struct bg_linear {
 };
 
 enum {
-    BG_CUDA_STEPS = 4,    /* step descriptors on their way to the device */
-    BG_CUDA_FLIGHTS = 3,  /* steps whose tokens were not fetched yet */
-    BG_CUDA_STAGES = 16,  /* parts of the staging ring */
+    BG_CUDA_STEPS = 4,   /* step descriptors on their way to the device */
+    BG_CUDA_FLIGHTS = 3, /* steps whose tokens were not fetched yet */
+    BG_CUDA_STAGES = 16, /* parts of the staging ring */
     BG_CUDA_BUCKETS = 20,
 };
 
@@ -54,17 +54,17 @@ typedef struct bg_cuda {
     cudaEvent_t step_copied[BG_CUDA_STEPS];
     uint64_t n_steps;
     size_t step_ints;
-    int32_t *pos, *seq;                    /* [rows] */
-    int32_t *slot_of_seq, *block0;         /* [seqs]; slot -1: padding */
-    int32_t *out_row, *out_slot;           /* [n_out]; slot -1: padding, nothing is sampled */
-    int32_t *out_len, *out_gen;            /* [n_out] tokens in the slot's history; sampled ones */
-    int32_t *att_plan;                     /* attention.c's work lists */
-    int32_t *blocks;                       /* block tables; the first entry is block 0 */
-    bgk_rows rows;                         /* of these */
-    int32_t *ids;                          /* [rows] gathered on the device from histories */
-    int32_t *history;                      /* [max_seqs, history_stride] */
-    int64_t history_stride;                /* max_ctx + 1 */
-    char *stage;                           /* a ring of pinned memory for bg_cuda_upload() */
+    int32_t *pos, *seq;                     /* [rows] */
+    int32_t *slot_of_seq, *block0;          /* [seqs]; slot -1: padding */
+    int32_t *out_row, *out_slot;            /* [n_out]; slot -1: padding, nothing is sampled */
+    int32_t *out_len, *out_gen;             /* [n_out] tokens in the slot's history; sampled ones */
+    int32_t *att_plan;                      /* attention.c's work lists */
+    int32_t *blocks;                        /* block tables; the first entry is block 0 */
+    bgk_rows rows;                          /* of these */
+    int32_t *ids;                           /* [rows] gathered on the device from histories */
+    int32_t *history;                       /* [max_seqs, history_stride] */
+    int64_t history_stride;                 /* max_ctx + 1 */
+    char *stage;                            /* a ring of pinned memory for bg_cuda_upload() */
     cudaEvent_t stage_free[BG_CUDA_STAGES]; /* a part's copies have run */
     bool stage_used[BG_CUDA_STAGES];
     int stage_at;
@@ -96,7 +96,14 @@ typedef struct bg_cuda {
     bg_sampled *results;
     bg_sampler sampler;
 
-    struct bg_cuda_comm *ranks; /* comm.c: collectives; NULL: the only rank */
+    struct { /* attention.c */
+        bool fast;            /* the cache is one that attention on tensor cores reads */
+        int n_single, n_tiles; /* of the step's plan: rows of their own, then tiles of rows */
+        void *parts;          /* of softmaxes, where few rows are spread over the GPU */
+        size_t parts_bytes;
+    } att;
+
+    struct bg_cuda_comm *ranks;  /* comm.c: collectives; NULL: the only rank */
     struct bg_cuda_fault *fault; /* fault.c; NULL: none is asked for */
 } bg_cuda;
 
@@ -158,7 +165,7 @@ bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
 /* attention.c: its part of the step's buffer, c->att_plan. */
 size_t bg_cuda_attention_ints(const bg_cuda *c, int rows, int seqs); /* grows with both */
 /* For the step of c->s, padded to rows and seqs; host has that many ints. */
-void bg_cuda_attention_plan(const bg_cuda *c, int32_t *host, int rows, int seqs);
+void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
 
 /* ops.c */
 bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
@@ -198,8 +205,8 @@ bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
 void bg_cuda_comm_free(bg_cuda *c);
 /* x = the sum over ranks, in rank order, of the first rows; nothing to do for the only rank. */
 bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err);
-/* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank] columns
- * count; becomes [n_out, vocab]. */
+/* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank]
+ * columns count; becomes [n_out, vocab]. */
 int64_t bg_cuda_shard_cols(const bg_cuda *c);
 bg_status bg_cuda_gather_logits(bg_cuda *c, int n_out, const int64_t *rank_rows, bg_error *err);
 

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-typedef enum bgk_type { BGK_F32, BGK_F16, BGK_BF16 } bgk_type;
+typedef enum bgk_type { BGK_F32, BGK_F16, BGK_BF16, BGK_Q8 } bgk_type;
 /* How activations lie in memory.
  * BGK_ROWS: float32 [rows, cols]; `stride` values from one row to the next.
  * BGK_TILES: halves, as linears read them: [cols in groups of 64][stride rows][64]. In its group's
@@ -163,12 +163,82 @@ typedef enum bgk_shape {
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
-/* ---- attention.cu ----------------------------------------------------------------------------
- * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. */
+/* ---- repack.cu -------------------------------------------------------------------------------
+ * GGUF types that are read on the GPU, by their ids there. */
+typedef enum bgk_block {
+    BGK_GGUF_F32 = 0,
+    BGK_GGUF_F16 = 1,
+    BGK_Q4_0 = 2,
+    BGK_Q4_1 = 3,
+    BGK_Q5_0 = 6,
+    BGK_Q5_1 = 7,
+    BGK_Q8_0 = 8,
+    BGK_Q3_K = 11,
+    BGK_Q4_K = 12,
+    BGK_Q5_K = 13,
+    BGK_Q6_K = 14,
+    BGK_IQ4_NL = 20,
+    BGK_IQ4_XS = 23,
+    BGK_GGUF_BF16 = 30,
+    BGK_MXFP4 = 39
+} bgk_block;
+
+/* The narrowest format that holds a type's values; BGK_FORMATS: the type is not read here. Types of
+ * W4 also fit W5, and all of them W16. */
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+static inline bgk_format bgk_format_of(int type)
+{
+    switch (type) {
+    case BGK_Q4_0:
+    case BGK_Q4_1:
+    case BGK_Q4_K: return BGK_W4;
+    case BGK_Q5_0:
+    case BGK_Q5_1:
+    case BGK_Q5_K: return BGK_W5;
+    case BGK_Q3_K:
+    case BGK_Q6_K: return BGK_W6;
+    case BGK_Q8_0:
+    case BGK_IQ4_NL:
+    case BGK_IQ4_XS:
+    case BGK_MXFP4: return BGK_W8;
+    case BGK_GGUF_F32:
+    case BGK_GGUF_F16:
+    case BGK_GGUF_BF16: return BGK_W16;
+    default: return BGK_FORMATS;
+    }
+}
+
+typedef struct bgk_source { /* rows as the file has them, on the device */
+    const void *rows;       /* the first column that is wanted, the start of a block, of the first */
+    int type;               /* bgk_block */
+    int n_rows;
+    int64_t row_bytes; /* from one row to the next */
+} bgk_source;
+
+/* Rows to tiles: ceil(n_rows / 64) of them at `chunks`, or with up (as many rows, of a type that
+ * fits the format too) 2 ceil(n_rows / 64) of glu. k: a multiple of the types' blocks. row_scale:
+ * 64 values a tile. */
+cudaError_t bgk_repack(void *chunks, float *row_scale, bgk_format format, const bgk_source *rows,
+                       const bgk_source *up, int k, cudaStream_t stream);
+/* Rows to values: out [n_rows, k_padded] of type F32 or F16 (rounded), 0 from k on. */
+cudaError_t bgk_dequant(void *out, bgk_type type, const bgk_source *rows, int k, int64_t k_padded,
+                        cudaStream_t stream);
+/* Fills n_blocks blocks of a type that is read here with what decodes to random values: mean about
+ * 0, deviation about std, bits a function of seed and the block's number, block0 and on. */
+cudaError_t bgk_random_blocks(void *blocks, int type, int64_t n_blocks, uint64_t seed,
+                              uint64_t block0, float std, cudaStream_t stream);
+
+/* ---- rope.cu, attention.cu, attention_mma.cu ---------------------------------------------------
+ * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. Q8:
+ * int8 values, which times the scale of their token and head, [n_layers, n_blocks, n_kv_heads,
+ * block_tokens], are K and V. */
 typedef struct bgk_cache {
     void *k, *v;
     bgk_type type;
     int n_blocks, n_kv_heads, block_tokens, k_dim, v_dim;
+    float *k_scale, *v_scale; /* Q8 */
 } bgk_cache;
 
 typedef struct bgk_rows {  /* of the step, on the device */
@@ -179,35 +249,56 @@ typedef struct bgk_rows {  /* of the step, on the device */
     int rows;
 } bgk_rows;
 
+/* Which of them attend to what, and how. Head h reads KV head (head0 + h) / group - kv_head0. */
+typedef struct bgk_heads {
+    int layer, n_heads, head0, kv_head0, group;
+    float scale, softcap; /* softcap 0: none */
+    int window;           /* 0: all keys; else a query at p sees keys j with p - j < window */
+    const float *sinks;   /* NULL: none; else [n_heads] */
+} bgk_heads;
+
 /* qkv[t] = q heads, k heads, v heads. Norms (NULL: none) over each head's k_dim values, rotation by
  * pos * freq[i] (freq NULL: none) of the leading n_rot values, pairs (i, i + n_rot/2) if neox, else
- * (2i, 2i+1); cos and sin times mscale. k_dim <= 512. */
-cudaError_t bgk_rope_store(float *q_out, int64_t q_cols, const float *qkv, int64_t qkv_cols,
-                           const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
-                           const float *q_norm, const float *k_norm, float eps, const float *freq,
-                           int n_rot, bool neox, float mscale, cudaStream_t stream);
-/* Causal, window 0: all keys. Keys are taken 32 at a time from position 0 on, chunk c by warp c mod
- * 4, and the four are merged in order. sinks NULL: none. k_dim <= 512, v_dim <= 512, both multiples
- * of 4. Head h reads KV head (head0 + h) / group - kv_head0. */
-cudaError_t bgk_attention(float *out, int64_t out_cols, const float *q, int64_t q_cols,
-                          const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
-                          int head0, int kv_head0, int group, float scale, float softcap,
-                          int window, const float *sinks, cudaStream_t stream);
-
-/* ---- comm.cu: around collectives ---------------------------------------------------------------- */
-
-enum { BGK_MAX_RANKS = 64 };
-/* out[i] = parts[i] + parts[part + i] + parts[2 part + i] + ... over n_ranks parts, i < n. part >= n.
- * out may be one of the parts (element i is read and written by one thread). */
-cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ranks, int64_t n,
+ * (2i, 2i+1); cos and sin times mscale. q_out: [rows, n_heads * k_dim] floats, or with q_half 16-bit
+ * floats: bf16 where the cache is, else half; q_cols of them from row to row. k_dim, v_dim <= 512,
+ * multiples of 4. 16-bit and Q8 values saturate. A row at pos < 0 is left out. */
+cudaError_t bgk_rope_store(void *q_out, bool q_half, int64_t q_cols, const float *qkv,
+                           int64_t qkv_cols, const bgk_cache *cache, const bgk_rows *r, int layer,
+                           int n_heads, const float *q_norm, const float *k_norm, float eps,
+                           const float *freq, int n_rot, bool neox, float mscale,
+                           cudaStream_t stream);
+/* Causal attention, float32 q and sums; k_dim <= 512, v_dim <= 512, both multiples of 4; not Q8.
+ * Keys are taken 32 at a time from position 0 on, chunk c by warp c mod 4, and the four are merged
+ * in order. */
+cudaError_t bgk_attention(const bgk_out *out, const float *q, int64_t q_cols,
+                          const bgk_cache *cache, const bgk_rows *r, const bgk_heads *heads,
                           cudaStream_t stream);
-/* out[t, start_r + j] = in[r][t][j] for j < widths[r] (host), start_r the sum of the widths before;
- * in: [n_ranks, rows, shard_cols]. */
-cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
-                             const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
-/* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
- * until *never is not 0. */
-cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);
+
+/* The same on tensor cores, from q in 16 bits: for caches of 8 or 16 bits with k_dim == v_dim in
+ * {64, 96, 128, 256}. Keys are taken in units of 64 from position 0 on: a unit has its own largest
+ * score, sum and values (P in 16 bits), and units are merged in float32 in their order; so both of
+ * these, however the work is spread, give a row the same bits. */
+bool bgk_attention_fits(const bgk_cache *cache);
+typedef struct bgk_item { /* consecutive tokens of one sequence */
+    int32_t row0, pos0;   /* row and position of the first */
+    int32_t block0;       /* where its block table begins */
+    int32_t n;            /* a tile: tokens, at most BGK_TILE_TOKENS. One token: parts before it */
+} bgk_item;
+enum { BGK_TILE_TOKENS = 128, BGK_UNIT = 64 };
+typedef struct bgk_att { /* what both kernels take */
+    const void *q;
+    int64_t q_cols;
+    bgk_cache cache;
+    const int32_t *blocks; /* as in bgk_rows */
+    bgk_heads heads;
+} bgk_att;
+/* n items of one token each. Few of them are spread over n_sms processors through `parts`, room for
+ * parts_bytes: item i has pos / 64 + 1 parts, whose numbers begin at items[i].n. An item whose parts
+ * have no room (n_heads * (v_dim + 2) floats each) is not spread. The grid depends on n alone. */
+cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
+                                 void *parts, size_t parts_bytes, int n_sms, cudaStream_t stream);
+cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
+                                cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -39,6 +39,7 @@ typedef struct bg_backend_config {
     int first_cpu;   /* CPU: pin threads from this processor on; -1: do not pin */
     bool check;      /* poison before and verify after each op */
     bool profile;    /* time each op; see bg_op_times() */
+    bool eager;      /* GPU: decode steps as single launches, not as graphs */
     bg_comm *comm;   /* NULL: the only rank. Not owned. */
     int max_tokens;  /* rows of the largest step */
     int max_seqs;    /* sequences in the largest step, and slots */
@@ -205,6 +206,7 @@ typedef struct bg_batch {
  */
 
 typedef struct bg_backend bg_backend;
+typedef bg_status bg_forward(void *ctx, bg_error *err); /* a forward pass: ops, ending in logits */
 
 typedef struct bg_ops {
     const char *name;
@@ -254,6 +256,13 @@ typedef struct bg_ops {
                         const int64_t *rank_rows, float softcap, bg_error *err);
     bg_status (*sample)(bg_backend *b, bg_error *err);
     bg_status (*fetch)(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
+    /* NULL: a step is what its ops do, done when they return. Else: step() begins a step and starts
+     * forward and sampling - these ops, or a graph of them - and returns; ready(): fetch, which
+     * gives the oldest of such steps, would not wait. prepare(): once, before the first step. */
+    bg_status (*prepare)(bg_backend *b, bg_forward *forward, void *ctx, bg_error *err);
+    bg_status (*step)(bg_backend *b, const bg_batch *batch, bg_forward *forward, void *ctx,
+                      bg_error *err);
+    bool (*ready)(bg_backend *b);
     bg_status (*fetch_logits)(bg_backend *b, float *out, bg_error *err);
 
     void (*poison)(bg_backend *b, bg_act *a, int64_t rows); /* NaN in all columns */

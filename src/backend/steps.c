@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bg_error *err)
+bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bool has_tokens, bg_error *err)
 {
     const size_t max_seqs = (size_t)c->max_seqs, max_tokens = (size_t)c->max_tokens;
     const size_t max_out = (size_t)c->max_out, history = (size_t)c->max_ctx + 1;
@@ -11,9 +11,10 @@ bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bg_error *err)
                     .max_seqs = c->max_seqs,
                     .max_out = c->max_out,
                     .max_ctx = c->max_ctx,
-                    .vocab_size = c->vocab_size};
+                    .vocab_size = c->vocab_size,
+                    .has_tokens = has_tokens};
     s->slots = calloc(max_seqs, sizeof *s->slots);
-    s->histories = calloc(max_seqs * history, sizeof *s->histories);
+    s->histories = calloc(has_tokens ? max_seqs * history : 1, sizeof *s->histories);
     s->seqs = calloc(max_seqs, sizeof *s->seqs);
     s->row_seq = calloc(max_tokens, sizeof *s->row_seq);
     s->row_pos = calloc(max_tokens, sizeof *s->row_pos);
@@ -23,7 +24,7 @@ bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bg_error *err)
         !s->out_seq)
         return bg_fail(err, BG_NOMEM, "out of memory for %d sequences of %d positions", c->max_seqs,
                        c->max_ctx);
-    for (size_t i = 0; i < max_seqs; i++)
+    for (size_t i = 0; has_tokens && i < max_seqs; i++)
         s->slots[i].tokens = s->histories + i * history;
     return BG_OK;
 }
@@ -57,11 +58,19 @@ bg_status bg_steps_cache(bg_steps *s, const bg_cache_spec *spec, bg_error *err)
     return BG_OK;
 }
 
-void bg_steps_append(bg_steps *s, int slot, int32_t token)
+void bg_steps_reserve(bg_steps *s)
+{
+    for (int i = 0; i < s->n_out; i++) {
+        bg_slot *to = &s->slots[s->seqs[s->out_seq[i]].slot];
+        to->n_tokens++;
+        to->n_generated++;
+    }
+}
+
+void bg_steps_fill(bg_steps *s, int slot, int32_t token)
 {
     bg_slot *to = &s->slots[slot];
-    to->tokens[to->n_tokens++] = token;
-    to->n_generated++;
+    to->tokens[to->n_tokens - 1] = token;
 }
 
 /* ---- slots ----------------------------------------------------------------------------------- */
@@ -113,7 +122,7 @@ bg_status bg_steps_seat(bg_steps *s, int slot, const bg_sampling *sampling, cons
     to->sampling = *sampling;
     to->sampling.bias = bias;
     to->sampling.stop_ids = stop_ids;
-    memcpy(to->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
+    if (s->has_tokens) memcpy(to->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
     to->n_tokens = n_tokens;
     to->n_generated = n_generated;
     to->seated = true;

@@ -7,7 +7,8 @@
 
 #include "backend/ops.h"
 
-/* A seat of a sequence. tokens[0..n_tokens) are known, the last n_generated of them sampled. */
+/* A seat of a sequence: n_tokens tokens, the last n_generated of them sampled. tokens has them,
+ * unless the device keeps them (bg_steps.has_tokens). */
 typedef struct bg_slot {
     bool seated;
     int32_t *tokens; /* max_ctx + 1 places: the last position may still sample */
@@ -27,6 +28,7 @@ typedef struct bg_step_seq {
 
 typedef struct bg_steps { /* starts as {0}; ends with bg_steps_release() */
     int max_tokens, max_seqs, max_out, max_ctx, vocab_size;
+    bool has_tokens;            /* histories are here; false: the backend keeps them elsewhere */
     int block_tokens, n_blocks; /* of the cache; block_tokens 0: there is none */
     bg_slot *slots;             /* [max_seqs] */
     int32_t *histories;
@@ -42,7 +44,7 @@ typedef struct bg_steps { /* starts as {0}; ends with bg_steps_release() */
     int32_t *out_seq; /* [max_out] */
 } bg_steps;
 
-bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bg_error *err);
+bg_status bg_steps_init(bg_steps *s, const bg_backend_config *c, bool has_tokens, bg_error *err);
 void bg_steps_release(bg_steps *s);
 /* Once the cache is known. BG_NOMEM. */
 bg_status bg_steps_cache(bg_steps *s, const bg_cache_spec *spec, bg_error *err);
@@ -50,7 +52,10 @@ bg_status bg_steps_cache(bg_steps *s, const bg_cache_spec *spec, bg_error *err);
 bg_status bg_steps_seat(bg_steps *s, int slot, const bg_sampling *sampling, const int32_t *tokens,
                         int n_tokens, int n_generated, bg_error *err);
 bg_status bg_steps_begin(bg_steps *s, const bg_batch *batch, bg_error *err);
-/* A sampled token goes to the history of its slot. */
-void bg_steps_append(bg_steps *s, int slot, int32_t token);
+/* The present step's outputs each have one more token in their slots' histories, a sampled one: its
+ * place is taken (the next step may be begun), its value known or not. */
+void bg_steps_reserve(bg_steps *s);
+/* As the one that was reserved last in its slot; only with has_tokens. */
+void bg_steps_fill(bg_steps *s, int slot, int32_t token);
 
 #endif

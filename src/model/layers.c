@@ -97,3 +97,33 @@ bg_status bg_model_forward(bg_model *m, bg_error *err)
 {
     return m->d.arch->forward(m, err);
 }
+
+static bg_status forward(void *ctx, bg_error *err)
+{
+    return bg_model_forward(ctx, err);
+}
+
+bg_status bg_model_prepare(bg_model *m, bg_error *err)
+{
+    return m->b->ops->prepare ? m->b->ops->prepare(m->b, forward, m, err) : BG_OK;
+}
+
+bg_status bg_model_step(bg_model *m, const bg_batch *batch, bg_error *err)
+{
+    const bg_ops *ops = m->b->ops;
+    if (ops->step) return ops->step(m->b, batch, forward, m, err);
+    bg_status st = bg_model_begin(m, batch, err);
+    if (!st) st = bg_model_forward(m, err);
+    if (!st && ops->n_out(m->b) > 0) st = bg_op_sample(m->b, err);
+    return st;
+}
+
+bool bg_model_ready(bg_model *m)
+{
+    return m->b->ops->ready ? m->b->ops->ready(m->b) : true;
+}
+
+bg_status bg_model_fetch(bg_model *m, bg_sampled *out, int *n, bg_error *err)
+{
+    return bg_op_fetch(m->b, out, n, err);
+}

@@ -100,4 +100,15 @@ void bg_model_free(bg_model *m);
 bg_status bg_model_begin(bg_model *m, const bg_batch *batch, bg_error *err);
 bg_status bg_model_forward(bg_model *m, bg_error *err);
 
+/* Steps as jobs run them: forward pass and sampling. Once, before the first of them: */
+bg_status bg_model_prepare(bg_model *m, bg_error *err);
+/* Starts a step. On a GPU it returns at once, and BG_STEPS_AHEAD steps may be under way; elsewhere
+ * the step is computed when it returns, and fetched before the next. */
+enum { BG_STEPS_AHEAD = 2 };
+bg_status bg_model_step(bg_model *m, const bg_batch *batch, bg_error *err);
+bool bg_model_ready(bg_model *m); /* bg_model_fetch() would not wait */
+/* The tokens of the oldest step under way, in the order of its sequences; out has max_out places.
+ * Waits for them. */
+bg_status bg_model_fetch(bg_model *m, bg_sampled *out, int *n, bg_error *err);
+
 #endif

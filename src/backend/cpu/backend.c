@@ -392,9 +392,9 @@ static bg_status cpu_sample(bg_backend *b, bg_error *err)
                        : c->s.all_logits ? "all rows yield logits in this step"
                                          : "before the step's logits");
     if (c->s.n_out > 0) bg_pool_run(c->pool, sample_rows, c);
-    for (int i = 0; i < c->s.n_out; i++) {
-        bg_steps_append(&c->s, c->results[i].slot, c->results[i].token);
-    }
+    bg_steps_reserve(&c->s);
+    for (int i = 0; i < c->s.n_out; i++)
+        bg_steps_fill(&c->s, c->results[i].slot, c->results[i].token);
     c->sampled = true;
     return BG_OK;
 }
@@ -485,7 +485,7 @@ static bg_status make_step_arrays(bg_cpu *c, bg_error *err)
     const bg_backend_config *f = &c->config;
     const size_t max_seqs = (size_t)f->max_seqs, max_out = (size_t)f->max_out;
     const size_t vocab = (size_t)f->vocab_size, history = (size_t)f->max_ctx + 1;
-    bg_status st = bg_steps_init(&c->s, f, err);
+    bg_status st = bg_steps_init(&c->s, f, true, err);
     if (!st) st = map_array(c, &c->work0, max_seqs + 1, sizeof *c->work0, "step", err);
     if (!st) st = map_array(c, &c->results, max_out, sizeof *c->results, "step", err);
     if (!st) st = map_array(c, &c->logits, max_out * vocab, sizeof(float), "logits", err);

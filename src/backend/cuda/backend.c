@@ -28,7 +28,8 @@ static void cuda_free(bg_backend *b)
     free(c->embeddings);
     bg_cuda_comm_free(c);
     bg_cuda_fault_free(c);
-    if (c->host_step) cudaFreeHost(c->host_step);
+    bg_cuda_flights_free(c);
+    bg_cuda_step_free(c);
     if (c->host_logits) cudaFreeHost(c->host_logits);
     if (c->stream) cudaStreamDestroy(c->stream);
     bg_steps_release(&c->s);
@@ -67,6 +68,9 @@ static const bg_ops cuda_ops = {
     .logits = bg_cuda_logits,
     .sample = bg_cuda_sample,
     .fetch = bg_cuda_fetch,
+    .prepare = bg_cuda_prepare,
+    .step = bg_cuda_step,
+    .ready = bg_cuda_ready,
     .fetch_logits = bg_cuda_fetch_logits,
     .poison = bg_cuda_poison,
     .all_finite = bg_cuda_all_finite,
@@ -98,7 +102,8 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->device = device;
     c->weights = config->compute == BG_COMPUTE_F32 ? BGK_F32 : BGK_F16;
     st = bg_cuda_done(err, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "stream");
-    if (!st) st = bg_steps_init(&c->s, config, err);
+    if (!st) st = bg_steps_init(&c->s, config, false, err);
+    if (!st) st = bg_cuda_flights_new(c, err);
     if (!st) st = bg_cuda_comm_new(c, err);
     if (!st) st = bg_cuda_fault_new(c, err);
     if (!st) st = bg_cuda_sampling_new(c, err);

@@ -28,41 +28,27 @@ bg_status bg_cuda_sampling_new(bg_cuda *c, bg_error *err)
     return st;
 }
 
-/* On the host, by the CPU backend's sampler: the same tokens from the same logits. */
-bg_status bg_cuda_sample(bg_backend *b, bg_error *err)
+bg_status bg_cuda_sample_seat(bg_cuda *c, int slot, bg_error *err)
 {
-    bg_cuda *c = (bg_cuda *)b;
-    const int vocab = c->config.vocab_size;
-    if (!c->has_logits || c->s.all_logits || c->sampled)
-        return bg_fail(err, BG_INTERNAL, "op sample: %s",
-                       c->sampled        ? "twice in a step"
-                       : c->s.all_logits ? "all rows yield logits in this step"
-                                         : "before the step's logits");
-    bg_status st = b->ops->fetch_logits(b, c->host_logits, err);
-    const bg_kernels *kernels = bg_isa_best() >= BG_ISA_AVX512 ? &bg_kernels_avx512
-                                : bg_isa_best() == BG_ISA_AVX2 ? &bg_kernels_avx2
-                                                               : &bg_kernels_plain;
-    for (int i = 0; !st && i < c->s.n_out; i++) {
-        const int slot = c->s.seqs[c->s.out_seq[i]].slot;
-        c->results[i].slot = slot;
-        bg_sample_row(&c->sampler, kernels, c->host_logits + (size_t)i * (size_t)vocab, vocab,
-                      &c->s.slots[slot], &c->results[i]);
-    }
-    for (int i = 0; !st && i < c->s.n_out; i++)
-        bg_steps_append(&c->s, c->results[i].slot, c->results[i].token);
-    c->sampled = !st;
-    return st;
+    (void)c, (void)slot, (void)err;
+    return BG_OK;
 }
 
-bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
+bg_status bg_cuda_sample_enqueue(bg_cuda *c, bg_error *err)
 {
-    bg_cuda *c = (bg_cuda *)b;
-    *n = 0;
-    if (!c->sampled && c->s.n_out > 0)
-        return bg_fail(err, BG_INTERNAL, "fetch: nothing was sampled in this step");
-    if (c->sampled && c->s.n_out > 0) memcpy(out, c->results, (size_t)c->s.n_out * sizeof *out);
-    *n = c->s.n_out;
+    (void)c;
+    return bg_fail(err, BG_INTERNAL, "sampling on the GPU is not there yet");
+}
+
+bg_status bg_cuda_results_copy(bg_cuda *c, int buffer, int n, bg_error *err)
+{
+    (void)c, (void)buffer, (void)n, (void)err;
     return BG_OK;
+}
+
+void bg_cuda_results_read(bg_cuda *c, int buffer, int n, bg_sampled *out)
+{
+    (void)c, (void)buffer, (void)n, (void)out;
 }
 
 bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err)

@@ -25,8 +25,9 @@ typedef enum bgk_type { BGK_F32, BGK_F16, BGK_BF16, BGK_Q8 } bgk_type;
  * 64 places, column c of row t (h = c % 64 / 32, i = c % 32) has place 2 i + h; and the 16-byte
  * piece p of those 64 places lies at piece p ^ (t % 8), against bank conflicts. `stride` is a
  * multiple of 256; the memory is 1024-byte aligned; columns that fill up the last group are 0.
- * Values are saturated at +-65504, NaN stays. See tiles.cuh. */
-typedef enum bgk_layout { BGK_ROWS, BGK_TILES } bgk_layout;
+ * Values are saturated at +-65504, NaN stays. See tiles.cuh.
+ * BGK_HALF_ROWS: as BGK_ROWS, of 16-bit floats: queries, as attention on tensor cores reads them. */
+typedef enum bgk_layout { BGK_ROWS, BGK_TILES, BGK_HALF_ROWS } bgk_layout;
 typedef struct bgk_out { /* what a kernel writes */
     void *data;
     bgk_layout layout;
@@ -108,7 +109,8 @@ cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type typ
  * A row has a scale 2^e of its own, undone after the sum: what is stored is s 2^-e 2^24 (in W4, W5 and
  * W6 for rows r1: 2^20, as their bits stand 4 higher: masked quants are read as half subnormals),
  * m 2^-e, and values 2^-e. e makes the largest |s| 2^24 2^-e of the row lie in (30000, 60000] (but m
- * at most 60000), W16: the largest |value| 2^-e in (128, 256]. All zero: e = 0.
+ * at most 60000), W16: the largest |value| 2^-e in (128, 256]. All zero: e = 0; never below
+ * -126.
  * Columns beyond k, and rows beyond n_rows, have s = m = 0 (W16: values 0).
  *
  * A linear's tiles: those of its first part, then of the next; each part is filled up to whole tiles
@@ -299,6 +301,50 @@ cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk
                                  void *parts, size_t parts_bytes, int n_sms, cudaStream_t stream);
 cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
                                 cudaStream_t stream);
+
+/* ---- sample.cu -------------------------------------------------------------------------------
+ * A slot's bg_sampling (backend/ops.h), on the device. */
+typedef struct bgk_bias {
+    int32_t token;
+    float bias;
+} bgk_bias;
+typedef struct bgk_sampling {
+    float temperature, top_p, min_p;
+    float repetition_penalty, presence_penalty, frequency_penalty;
+    int32_t top_k, n_logprobs, min_tokens, n_bias, n_stop, unused;
+    uint64_t seed;
+    const bgk_bias *bias; /* by token; those of one token in the order in which they are added */
+    const int32_t *stop;
+} bgk_sampling;
+
+enum { BGK_MAX_TOP = 20 };
+typedef struct bgk_top {
+    int32_t token;
+    float logprob;
+} bgk_top;
+typedef struct bgk_sampled { /* the head of a bg_sampled */
+    int32_t slot, token;
+    float logprob; /* NaN: none asked for */
+    int32_t n_top;
+} bgk_sampled;
+
+typedef struct bgk_sample_args { /* all on the device */
+    float *logits;               /* [n_rows, vocab]; penalties and biases change them in place */
+    int n_rows, max_rows, vocab; /* vocab <= 2^21; scratch is for max_rows */
+    const int32_t *slot;         /* [n_rows]; < 0: nothing is read or written for the row */
+    const int32_t *len;          /* [n_rows] tokens in the slot's history */
+    const int32_t *generated;    /* [n_rows] the last of them, that were sampled */
+    const bgk_sampling *settings; /* [slots] */
+    int32_t *history;             /* [slots, history_stride]; the token is put down at len */
+    int64_t history_stride;
+    bgk_sampled *sampled; /* [n_rows] */
+    bgk_top *tops;        /* [n_rows, BGK_MAX_TOP], n_top of each written */
+    void *scratch; /* bgk_sample_scratch() bytes, 256-byte aligned, zero before its first use */
+} bgk_sample_args;
+
+size_t bgk_sample_scratch(int max_rows, int vocab);
+/* A token for each row; what it is depends on the row's logits, settings and history alone. */
+cudaError_t bgk_sample(const bgk_sample_args *a, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -28,14 +28,17 @@
 /* ---- ranks: worker processes --------------------------------------------------------------------
  */
 
+enum { BG_MAX_RANKS = 64 };
+
 typedef struct bg_rank_config { /* plain data and strings that outlive the ranks */
     const char *model_path;
     int tp;
-    int gpu; /* 0: the CPU; else 1 + the GPU's number */
+    int gpus[BG_MAX_RANKS]; /* of each rank; 0: the CPU; else 1 + the GPU's number */
+    int first_rank;         /* where the ranks of this replica begin among all of the job */
     bg_compute compute;
     bg_cache_type cache_type;
     int threads_per_rank;
-    bool pin_threads, check;
+    bool pin_threads, check, eager;
     const char *isa;
     int n_blocks, block_tokens; /* KV, scratch included */
     int max_num_seqs;           /* slots, and the largest decode batch */
@@ -52,8 +55,11 @@ typedef struct bg_rank_ops {
                        void *progress_ctx, bg_error *err);
     bg_status (*seat)(void *state, int slot, const bg_sampling *s, const int32_t *tokens,
                       int n_tokens, int n_generated, bg_error *err);
-    /* Runs one step; out (room for max_num_seqs) gets what was sampled, *n of them. */
-    bg_status (*step)(void *state, const bg_batch *batch, bg_sampled *out, int *n, bg_error *err);
+    /* Starts one step; BG_STEPS_AHEAD may be under way. The batch may change when it returns. */
+    bg_status (*launch)(void *state, const bg_batch *batch, bg_error *err);
+    bool (*ready)(void *state); /* fetch would not wait */
+    /* Ends the oldest step; out (room for max_num_seqs) gets what was sampled, *n of them. */
+    bg_status (*fetch)(void *state, bg_sampled *out, int *n, bg_error *err);
     void (*stop)(void *state);
     uint64_t (*memory)(void *state); /* bytes on the device; may be NULL */
 } bg_rank_ops;
@@ -120,21 +126,26 @@ typedef struct bg_engine_stats {
     int64_t busy_ns; /* time in which a step was under way */
 } bg_engine_stats;
 
+typedef struct bg_engine bg_engine;
+
 typedef struct bg_engine_config {
     bool prefix_cache;
     int window;             /* sequences waiting at most; submit blocks beyond it */
     int max_batched_tokens; /* prefill tokens of a step; <= max_step_tokens of the ranks */
     int max_restarts;       /* this many deaths in a row (no token in between) end the engine: 3 */
+    int64_t hang_ns;        /* ranks that do not get on for so long are killed; 0: ten minutes */
+    uint64_t id_first, id_step; /* sequences' numbers; 0: 1, 2, 3, ... */
     const int32_t *eog;     /* end-of-generation ids, ascending; copied */
     size_t n_eog;
     /* The sink: n events in the order of their tokens, on the engine's thread. Must not block for
      * long. */
     void (*on_events)(void *ctx, const bg_token_event *events, int n);
     void *ctx;
+    /* On the engine's thread as its last act, if the ranks failed too often; may be NULL. */
+    void (*on_failed)(void *ctx, bg_engine *e);
+    void *failed_ctx;
     bg_log *log;
 } bg_engine_config;
-
-typedef struct bg_engine bg_engine;
 
 /* Starts the engine's thread; ranks must be ready, and outlive it. */
 bg_status bg_engine_new(bg_engine **e, bg_ranks *r, const bg_engine_config *c, bg_error *err);
@@ -157,5 +168,34 @@ void bg_engine_free(bg_engine *e);                          /* stops first */
 void bg_engine_get_stats(bg_engine *e, bg_engine_stats *s); /* any thread */
 /* BG_OK, or the failure that ended the engine. Any thread. */
 bg_status bg_engine_error(bg_engine *e, bg_error *err);
+
+/* ---- replicas: several engines on one queue ----------------------------------------------------
+ * Each has ranks and an engine of its own; a sequence goes to the one with the least to do. What
+ * they report is as from one engine. An engine whose ranks fail too often hands its sequences, with
+ * the tokens they have, to the others; with none left the whole has failed. */
+
+typedef struct bg_replicas bg_replicas;
+
+/* As bg_ranks_start(), for n configurations. */
+bg_status bg_replicas_start(bg_replicas **r, const bg_rank_config *c, int n, const bg_rank_ops *ops,
+                            bg_log *log, bg_error *err);
+/* As bg_ranks_wait_ready(); bytes are those of all. */
+bg_status bg_replicas_wait_ready(bg_replicas *r,
+                                 void (*progress)(void *, uint64_t done, uint64_t total), void *ctx,
+                                 bool (*stop)(void *), bg_error *err);
+/* Starts the engines; c's ids and on_failed are set here, its sink must take calls of several
+ * threads at once. */
+bg_status bg_replicas_open(bg_replicas *r, const bg_engine_config *c, bg_error *err);
+/* These are bg_engine_*() of the whole. Submitting is for one thread. */
+bg_status bg_replicas_submit(bg_replicas *r, const bg_seq_spec *spec, uint64_t *seq, bg_error *err);
+void bg_replicas_cancel(bg_replicas *r, uint64_t seq);
+void bg_replicas_wind_down(bg_replicas *r);
+bg_status bg_replicas_drain(bg_replicas *r, bg_error *err);
+void bg_replicas_stop(bg_replicas *r);
+void bg_replicas_get_stats(bg_replicas *r, bg_engine_stats *s); /* sums; busy_ns: the longest */
+uint64_t bg_replicas_memory(const bg_replicas *r);
+/* Ends the ranks, not the engines: for a process that is about to end. */
+void bg_replicas_kill(bg_replicas *r);
+void bg_replicas_free(bg_replicas *r); /* NULL is allowed */
 
 #endif

@@ -2,9 +2,20 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/clock.h"
 #include "engine/step.h"
+
+/* How long a look for messages takes while a step is under way: the next step shall go out as soon
+ * as it comes, and the answer to this one too. */
+static const int64_t LOOK_NS = 20000;
+
+typedef struct flight { /* a step that was started */
+    uint64_t number;
+    int expected; /* tokens */
+    int64_t start_ns;
+} flight;
 
 typedef struct rank {
     const bg_rank_config *c;
@@ -19,6 +30,9 @@ typedef struct rank {
     bg_sampled *out;    /* [max_num_seqs] */
     unsigned char *msg; /* the message being read, or the answer */
     size_t msg_cap;
+    flight flights[BG_STEPS_AHEAD]; /* flight number n is at n % BG_STEPS_AHEAD */
+    uint64_t n_started, n_answered;
+    int64_t last_end_ns; /* of the step answered last */
 } rank;
 
 static void beat(const rank *r)
@@ -108,63 +122,113 @@ static bg_status send_result(rank *r, const bg_msg_result *head, bg_error *err)
     }
 }
 
-static bg_status do_step(rank *r, size_t n, bg_error *err)
+static bg_status start_step(rank *r, size_t n, bg_error *err)
 {
     bg_msg_step msg;
-    int64_t start = bg_now_ns(), rows = 0;
-    int expected = 0, got = 0;
+    int64_t rows = 0;
+    flight *f = &r->flights[r->n_started % BG_STEPS_AHEAD];
     bg_status st = bg_msg_get_step(r->msg, n, &msg, err);
     if (st) return st;
     if (msg.n_seqs > r->c->max_num_seqs)
         return bg_fail(err, BG_INTERNAL, "step of %d sequences, at most %d", (int)msg.n_seqs,
                        r->c->max_num_seqs);
+    *f = (flight){.number = msg.number, .start_ns = bg_now_ns()};
     for (int32_t i = 0; i < msg.n_seqs; i++) {
         st = read_entry(r, &msg, &r->seqs[i], err);
         if (st) return st;
         rows += r->seqs[i].n_tokens;
-        expected += r->seqs[i].sample;
+        f->expected += r->seqs[i].sample;
     }
     if (rows > r->c->max_step_tokens || msg.left)
         return bg_fail(err, BG_INTERNAL, "step of %lld tokens, at most %d", (long long)rows,
                        r->c->max_step_tokens);
     bg_batch batch = {.n_seqs = msg.n_seqs, .seqs = r->seqs};
-    st = r->ops->step(r->state, &batch, r->out, &got, err);
+    st = r->ops->launch(r->state, &batch, err);
+    if (!st) r->n_started++;
+    return st;
+}
+
+static int under_way(const rank *r)
+{
+    return (int)(r->n_started - r->n_answered);
+}
+
+/* The oldest step's tokens, as soon as they are there. */
+static bg_status end_step(rank *r, bg_error *err)
+{
+    const flight *f = &r->flights[r->n_answered % BG_STEPS_AHEAD];
+    int got = 0;
+    bg_status st = r->ops->fetch(r->state, r->out, &got, err);
     if (st) return st;
-    if (got != expected)
+    if (got != f->expected)
         return bg_fail(err, BG_INTERNAL, "step sampled %d tokens, %d were asked for", got,
-                       expected);
-    if (r->link->rank != 0) return BG_OK;
-    return send_result(r, &(bg_msg_result){got, msg.number, bg_now_ns() - start}, err);
+                       f->expected);
+    /* Two steps share the device one after the other: the second begins when the first ends. */
+    const int64_t begin = f->start_ns > r->last_end_ns ? f->start_ns : r->last_end_ns;
+    r->last_end_ns = bg_now_ns();
+    r->n_answered++;
+    if (r->link->rank == 0)
+        st = send_result(r, &(bg_msg_result){got, f->number, r->last_end_ns - begin}, err);
+    beat(r);
+    return st;
+}
+
+/* Ends the steps that are done; with no room for another, waits for one. */
+static bg_status end_steps(rank *r, bg_error *err)
+{
+    bg_status st = BG_OK;
+    while (!st && under_way(r)) {
+        if (r->ops->ready(r->state)) {
+            st = end_step(r, err);
+        } else if (under_way(r) == BG_STEPS_AHEAD) {
+            nanosleep(&(struct timespec){.tv_nsec = LOOK_NS}, NULL);
+        } else {
+            break;
+        }
+    }
+    return st;
+}
+
+static bg_status obey(rank *r, size_t n, bool *stop, bg_error *err)
+{
+    bg_msg_kind kind;
+    bg_status st = bg_msg_get_kind(r->msg, n, &kind, err);
+    if (st) return st;
+    *stop = kind == BG_MSG_STOP;
+    if (kind == BG_MSG_SEAT)
+        st = do_seat(r, n, err);
+    else if (kind == BG_MSG_STEP)
+        st = start_step(r, n, err);
+    else if (kind != BG_MSG_STOP)
+        st = bg_fail(err, BG_INTERNAL, "message of kind %d came down", (int)kind);
+    if (!st) beat(r);
+    return st;
 }
 
 static bg_status work(rank *r, bg_error *err)
 {
-    for (;;) {
+    bg_status st = BG_OK;
+    for (bool stop = false; !st && !stop;) {
         size_t n;
-        bg_msg_kind kind;
-        switch (bg_ring_read(r->link->down, r->msg, r->msg_cap, &n, -1)) {
+        st = end_steps(r, err);
+        if (st) return st;
+        switch (bg_ring_read(r->link->down, r->msg, r->msg_cap, &n, under_way(r) ? LOOK_NS : -1)) {
         case BG_RING_OK:
+            st = obey(r, n, &stop, err);
             break;
         case BG_RING_TIMEOUT:
         case BG_RING_KICKED:
-            continue;
+            break;
         case BG_RING_CLOSED:
-            return BG_OK;
+            stop = true;
+            break;
         default:
             return bg_fail(err, BG_INTERNAL, "ring of steps is damaged (%zu bytes)", n);
         }
-        bg_status st = bg_msg_get_kind(r->msg, n, &kind, err);
-        if (st) return st;
-        if (kind == BG_MSG_STOP) return BG_OK;
-        if (kind == BG_MSG_SEAT)
-            st = do_seat(r, n, err);
-        else if (kind == BG_MSG_STEP)
-            st = do_step(r, n, err);
-        else
-            st = bg_fail(err, BG_INTERNAL, "message of kind %d came down", (int)kind);
-        if (st) return st;
-        beat(r);
     }
+    while (!st && under_way(r))
+        st = end_step(r, err);
+    return st;
 }
 
 static bg_status make_buffers(rank *r, bg_error *err)
@@ -198,6 +262,11 @@ bg_status bg_rank_run(const bg_rank_config *c, const bg_rank_ops *ops, const bg_
         bg_ring_kick(link->up);
         st = work(&r, &err);
     }
+    if (st) { /* said before the end, which may take long on a device that failed */
+        link->slot->err = err;
+        atomic_store(&link->slot->state, BG_RANK_FAILED);
+        bg_ring_kick(link->up);
+    }
     if (r.state) ops->stop(r.state);
     free(r.tables);
     free(r.n_blocks);
@@ -205,8 +274,9 @@ bg_status bg_rank_run(const bg_rank_config *c, const bg_rank_ops *ops, const bg_
     free(r.seqs);
     free(r.out);
     free(r.msg);
-    if (st) link->slot->err = err;
-    atomic_store(&link->slot->state, st ? BG_RANK_FAILED : BG_RANK_STOPPED);
-    bg_ring_kick(link->up);
+    if (!st) {
+        atomic_store(&link->slot->state, BG_RANK_STOPPED);
+        bg_ring_kick(link->up);
+    }
     return st;
 }

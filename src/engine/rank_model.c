@@ -1,5 +1,6 @@
 /* What a rank process runs for real: a model on a backend. */
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 #include "backend/device.h"
 #include "comm/comm.h"
@@ -28,17 +29,19 @@ static bg_status open_backend(model_rank *m, const bg_rank_config *c, int rank,
                               void (*progress)(void *, uint64_t, uint64_t), void *ctx,
                               bg_error *err)
 {
-    const bg_backend_config bc = {.compute = c->compute,
-                                  .n_threads = c->threads_per_rank,
-                                  .first_cpu = c->pin_threads ? rank * c->threads_per_rank : -1,
-                                  .check = c->check,
-                                  .comm = m->comm,
-                                  .max_tokens = c->max_step_tokens,
-                                  .max_seqs = c->max_num_seqs,
-                                  .max_out = c->max_num_seqs,
-                                  .max_ctx = c->max_model_len,
-                                  .vocab_size = m->desc.vocab_size,
-                                  .isa = c->isa};
+    const bg_backend_config bc = {
+        .compute = c->compute,
+        .n_threads = c->threads_per_rank,
+        .first_cpu = c->pin_threads ? (c->first_rank + rank) * c->threads_per_rank : -1,
+        .check = c->check,
+        .eager = c->eager,
+        .comm = m->comm,
+        .max_tokens = c->max_step_tokens,
+        .max_seqs = c->max_num_seqs,
+        .max_out = c->max_num_seqs,
+        .max_ctx = c->max_model_len,
+        .vocab_size = m->desc.vocab_size,
+        .isa = c->isa};
     const bg_model_config mc = {.rank = rank,
                                 .tp = c->tp,
                                 .n_blocks = c->n_blocks,
@@ -47,8 +50,11 @@ static bg_status open_backend(model_rank *m, const bg_rank_config *c, int rank,
                                 .backend = &bc,
                                 .progress = progress,
                                 .ctx = ctx};
-    bg_status st = bg_backend_new(&m->backend, c->gpu - 1, &bc, err);
+    bg_status st = bg_backend_new(&m->backend, c->gpus[rank] - 1, &bc, err);
     if (!st) st = bg_model_load(&m->model, m->gguf, &m->desc, m->backend, &mc, err);
+    if (!st) st = bg_model_prepare(m->model, err);
+    /* The rank's short waits for the device are to be short. */
+    if (c->gpus[rank]) prctl(PR_SET_TIMERSLACK, 1000UL);
     return st;
 }
 
@@ -77,16 +83,22 @@ static bg_status seat(void *state, int slot, const bg_sampling *s, const int32_t
     return m->backend->ops->slot_seat(m->backend, slot, s, tokens, n_tokens, n_generated, err);
 }
 
-static bg_status step(void *state, const bg_batch *batch, bg_sampled *out, int *n, bg_error *err)
+static bg_status launch(void *state, const bg_batch *batch, bg_error *err)
 {
     model_rank *m = state;
-    *n = 0;
-    bg_status st = bg_model_begin(m->model, batch, err);
-    if (!st) st = bg_model_forward(m->model, err);
-    if (st || m->backend->ops->n_out(m->backend) == 0) return st;
-    st = bg_op_sample(m->backend, err);
-    if (!st) st = bg_op_fetch(m->backend, out, n, err);
-    return st;
+    return bg_model_step(m->model, batch, err);
+}
+
+static bool ready(void *state)
+{
+    model_rank *m = state;
+    return bg_model_ready(m->model);
+}
+
+static bg_status fetch(void *state, bg_sampled *out, int *n, bg_error *err)
+{
+    model_rank *m = state;
+    return bg_model_fetch(m->model, out, n, err);
 }
 
 static uint64_t memory(void *state)
@@ -95,5 +107,10 @@ static uint64_t memory(void *state)
     return m->backend->ops->memory(m->backend);
 }
 
-const bg_rank_ops bg_rank_ops_model = {
-    .start = start, .seat = seat, .step = step, .stop = stop, .memory = memory};
+const bg_rank_ops bg_rank_ops_model = {.start = start,
+                                       .seat = seat,
+                                       .launch = launch,
+                                       .ready = ready,
+                                       .fetch = fetch,
+                                       .stop = stop,
+                                       .memory = memory};

@@ -8,7 +8,9 @@
  *
  * model_path may say "fail_rank=R fail_step=S": rank R fails with BG_DEVICE in its S-th step of
  * every life; "start_error=1": the last rank's start fails with BG_FORMAT; "die_step=S": abort() in
- * the S-th step of every life. */
+ * the S-th step of every life; "lag=L": a step is ready only when it was asked L times, so that the
+ * next one may be started before (L 0: there is never a second); "pairs=N": or when a second one is
+ * there, and more than N steps without one are a failure. */
 #ifndef FAKE_RANK_H
 #define FAKE_RANK_H
 
@@ -36,7 +38,9 @@ typedef struct fake_slot {
 typedef struct fake {
     const bg_rank_config *c;
     int rank, n_steps;
-    int fail_rank, fail_step, die_step;
+    int fail_rank, fail_step, die_step, lag, pairs, n_alone;
+    bg_sampled *results[BG_STEPS_AHEAD]; /* of the steps under way */
+    int n_results[BG_STEPS_AHEAD], n_under_way, asked;
     atomic_uint
         *lives; /* in the communicator's memory: how many ranks joined since it was zeroed */
     uint64_t *cache;
@@ -79,6 +83,10 @@ static bg_status fake_start(void **state, const bg_rank_config *c, int rank, voi
     f->fail_rank = fake_option(c->model_path, "fail_rank=");
     f->fail_step = fake_option(c->model_path, "fail_step=");
     f->die_step = fake_option(c->model_path, "die_step=");
+    f->lag = fake_option(c->model_path, "lag=");
+    f->pairs = fake_option(c->model_path, "pairs=");
+    for (int i = 0; i < BG_STEPS_AHEAD; i++)
+        f->results[i] = calloc((size_t)c->max_num_seqs, sizeof(bg_sampled));
     f->lives = comm_memory;
     size_t n = (size_t)c->n_blocks * (size_t)c->block_tokens;
     f->cache = malloc(n * sizeof *f->cache);
@@ -115,10 +123,13 @@ static uint64_t *fake_at(const fake *f, const bg_seq_step *q, int pos)
     return &f->cache[(size_t)q->blocks[pos / bt] * (size_t)bt + (size_t)(pos % bt)];
 }
 
-static bg_status fake_step(void *state, const bg_batch *batch, bg_sampled *out, int *n,
-                           bg_error *err)
+static bg_status fake_launch(void *state, const bg_batch *batch, bg_error *err)
 {
     fake *f = state;
+    if (f->n_under_way == (f->lag > 0 ? BG_STEPS_AHEAD : 1))
+        return bg_fail(err, BG_INTERNAL, "%d steps are under way", f->n_under_way);
+    bg_sampled *out = f->results[f->n_under_way];
+    int *n = &f->n_results[f->n_under_way++];
     f->n_steps++;
     if (f->n_steps == f->fail_step && f->rank == f->fail_rank)
         return bg_fail(err, BG_DEVICE, "fake device fell over in step %d", f->n_steps);
@@ -155,9 +166,38 @@ static bg_status fake_step(void *state, const bg_batch *batch, bg_sampled *out, 
     return BG_OK;
 }
 
+static bool fake_ready(void *state)
+{
+    fake *f = state;
+    if (f->pairs > 0 && f->n_under_way == BG_STEPS_AHEAD) return true;
+    return f->lag <= 0 || f->asked++ >= f->lag;
+}
+
+static bg_status fake_fetch(void *state, bg_sampled *out, int *n, bg_error *err)
+{
+    fake *f = state;
+    if (!f->n_under_way) return bg_fail(err, BG_INTERNAL, "no step is under way");
+    f->n_alone += f->n_under_way < BG_STEPS_AHEAD;
+    if (f->pairs > 0 && f->n_alone > f->pairs)
+        return bg_fail(err, BG_INTERNAL, "%d steps had none behind them", f->n_alone);
+    bg_sampled *first = f->results[0];
+    *n = f->n_results[0];
+    memcpy(out, first, (size_t)*n * sizeof *out);
+    for (int i = 1; i < BG_STEPS_AHEAD; i++) {
+        f->results[i - 1] = f->results[i];
+        f->n_results[i - 1] = f->n_results[i];
+    }
+    f->results[BG_STEPS_AHEAD - 1] = first;
+    f->n_under_way--;
+    f->asked = 0;
+    return BG_OK;
+}
+
 static void fake_stop(void *state)
 {
     fake *f = state;
+    for (int i = 0; i < BG_STEPS_AHEAD; i++)
+        free(f->results[i]);
     for (int i = 0; i < f->c->max_num_seqs; i++)
         free(f->slots[i].tokens);
     free(f->slots);
@@ -171,7 +211,8 @@ static uint64_t fake_memory(void *state)
     return 1000;
 }
 
-static const bg_rank_ops fake_ops = {fake_start, fake_seat, fake_step, fake_stop, fake_memory};
+static const bg_rank_ops fake_ops = {fake_start, fake_seat, fake_launch, fake_ready,
+                                     fake_fetch, fake_stop, fake_memory};
 
 /* What the fake says to a spec, computed from the tokens alone. out has room; *finish too. */
 static int fake_expect(const bg_seq_spec *s, int max_model_len, int32_t *out, bg_finish *finish)

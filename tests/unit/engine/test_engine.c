@@ -248,7 +248,8 @@ static setup random_setup(uint64_t i, bool threads)
     int longest = (MAX_LEN + s.block_tokens - 1) / s.block_tokens;
     /* from just enough for one sequence, which forces preemption, to plenty */
     s.n_blocks = 1 + longest + (int)roll(&rng, 3) * longest / 2 + (int)roll(&rng, 2) * 9 * longest;
-    if (s.greedy) { /* and the scheduler has no foresight */
+    if (i % 3 == 1) s.fake = "lag=2"; /* steps that overlap */
+    if (s.greedy) {                   /* and the scheduler has no foresight */
         s.max_tokens = 100;
         if (s.max_num_seqs < 3) s.max_num_seqs = 16;
         s.n_blocks = 1 + longest + (int)roll(&rng, 3) * longest / 4;
@@ -272,6 +273,28 @@ Test(engine, one_sequence)
         cr_assert_eq(st.preemptions + st.restarts + st.recomputed_tokens, 0);
         cr_assert_eq(st.blocks_free, 39);
     }
+}
+
+/* The rank takes the next step before the answer to this one is due: all but the last have one
+ * behind them. */
+Test(engine, a_step_is_sent_before_the_answer_to_the_one_before)
+{
+    setup s = {.tp = 1,
+               .n_blocks = 40,
+               .block_tokens = 16,
+               .max_num_seqs = 4,
+               .window = 4,
+               .max_batched_tokens = 64,
+               .depth = 2,
+               .n_seqs = 1,
+               .max_tokens = 40,
+               .fake = "lag=10000 pairs=1"};
+    for (s.seed = 0; s.seed < 20; s.seed++) {
+        bg_engine_stats st = run(&s);
+        cr_assert_eq(st.restarts, 0);
+        if (st.steps > 20) return; /* one that was long enough to tell */
+    }
+    cr_assert_fail("no long sequence");
 }
 
 Test(engine, random_jobs_on_processes)

@@ -70,6 +70,9 @@ cudaError_t bgk_poison(const bgk_out *x, int64_t rows, int64_t cols, cudaStream_
 cudaError_t bgk_find_bad(unsigned long long *bad, const bgk_out *x, int64_t rows, int64_t cols,
                          cudaStream_t stream);
 
+/* The device does nothing for so long: launches behind it gather meanwhile. */
+cudaError_t bgk_pause(int64_t ns, cudaStream_t stream);
+
 /* ---- linear.cu --------------------------------------------------------------------------------
  * out[t, n] = sum_k x[t, k] w[n, k] + bias[n] (NULL: none), for n in [0, n_rows). w: [n_rows,
  * k_padded], zero beyond k; k_padded is a multiple of 64; 16-byte aligned. One chain over k in

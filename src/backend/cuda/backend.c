@@ -26,18 +26,14 @@ static void cuda_free(bg_backend *b)
     for (size_t i = 0; i < c->n_embeddings; i++)
         free(c->embeddings[i]);
     free(c->embeddings);
+    bg_cuda_profile_free(c);
     bg_cuda_comm_free(c);
     bg_cuda_fault_free(c);
     bg_cuda_flights_free(c);
     bg_cuda_step_free(c);
-    if (c->host_logits) cudaFreeHost(c->host_logits);
+    bg_cuda_sampling_free(c);
     if (c->stream) cudaStreamDestroy(c->stream);
     bg_steps_release(&c->s);
-    free(c->results);
-    free(c->sampler.logits);
-    free(c->sampler.chunk_max);
-    free(c->sampler.keys);
-    free(c->sampler.count);
     free(c);
 }
 
@@ -77,6 +73,12 @@ static const bg_ops cuda_ops = {
     .sync = bg_cuda_sync,
     .linear_rows = bg_cuda_linear_rows,
     .memory = bg_cuda_memory,
+    .op_begin = bg_cuda_op_begin,
+    .op_end = bg_cuda_op_end,
+    .op_times = bg_cuda_op_times,
+    .linear_cost = bg_cuda_linear_cost,
+    .attention_cost = bg_cuda_attention_cost,
+    .roofs = bg_cuda_roofs,
 };
 
 bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, int device,
@@ -98,6 +100,8 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->base.ops = &cuda_ops;
     c->base.check = config->check;
     c->base.profile = config->profile;
+    const char *ranges = getenv("BATCHGEN_NVTX"); /* for who runs a tracer, not for jobs */
+    c->base.ranges = ranges && strcmp(ranges, "0") != 0;
     c->config = *config;
     c->device = device;
     c->weights = config->compute == BG_COMPUTE_F32 ? BGK_F32 : BGK_F16;

@@ -18,6 +18,7 @@ struct bg_linear {
     void *w; /* [n_rows, k_padded] */
     float *bias;
     int n_rows, k, k_padded;
+    uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
 };
 
 enum {
@@ -90,19 +91,32 @@ typedef struct bg_cuda {
     } freqs[8];
     int n_freqs;
 
-    float *logits; /* [max_out, vocab] */
-    float *host_logits;
+    float *logits; /* [max_out, vocab]; sampling changes them */
     unsigned long long *bad;
-    bg_sampled *results;
-    bg_sampler sampler;
+    struct bg_cuda_sampling {   /* sample.c */
+        bgk_sampling *settings; /* [max_seqs] on the device, as these three */
+        bgk_sampled *sampled;   /* [max_out] of the last step */
+        bgk_top *tops;          /* [max_out, BGK_MAX_TOP] */
+        void *scratch;
+        struct bg_cuda_list { /* [max_seqs] a slot's biases and banned ids, on the device */
+            char *device;
+            size_t bytes;
+        } *lists;
+        struct { /* pinned */
+            bgk_sampled *sampled;
+            bgk_top *tops;
+        } host[BG_CUDA_FLIGHTS];
+    } sampling;
 
     struct { /* attention.c */
-        bool fast;            /* the cache is one that attention on tensor cores reads */
+        bool fast;             /* the cache is one that attention on tensor cores reads */
         int n_single, n_tiles; /* of the step's plan: rows of their own, then tiles of rows */
-        void *parts;          /* of softmaxes, where few rows are spread over the GPU */
+        int n_sms;
+        void *parts; /* of softmaxes, where few rows are spread over the GPU */
         size_t parts_bytes;
     } att;
 
+    struct bg_cuda_profile *profile; /* profile.c; NULL: nothing was timed yet */
     struct bg_cuda_comm *ranks;  /* comm.c: collectives; NULL: the only rank */
     struct bg_cuda_fault *fault; /* fault.c; NULL: none is asked for */
 } bg_cuda;
@@ -136,7 +150,7 @@ int64_t bg_cuda_linear_rows(const bg_linear *l);
 bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
 
 /* step.c */
-bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err);
+bg_status bg_cuda_step_new(bg_cuda *c, bg_error *err); /* once the cache is known */
 bg_status bg_cuda_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
                             int n_tokens, int n_generated, bg_error *err);
 bg_status bg_cuda_begin_step(bg_backend *b, const bg_batch *batch, bg_error *err);
@@ -162,7 +176,13 @@ bool bg_cuda_ready(bg_backend *b);
 bg_status bg_cuda_sample(bg_backend *b, bg_error *err);
 bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
 
-/* attention.c: its part of the step's buffer, c->att_plan. */
+/* attention.c */
+bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err);
+bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
+                             bg_error *err);
+bg_status bg_cuda_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
+                            bg_error *err);
+/* Its part of the step's buffer, c->att_plan. */
 size_t bg_cuda_attention_ints(const bg_cuda *c, int rows, int seqs); /* grows with both */
 /* For the step of c->s, padded to rows and seqs; host has that many ints. */
 void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
@@ -177,10 +197,6 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
                                const bg_vec *w, float eps, bg_error *err);
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err);
-bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
-                             bg_error *err);
-bg_status bg_cuda_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
-                            bg_error *err);
 bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
                       bg_error *err);
 bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
@@ -190,6 +206,7 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
 
 /* sample.c */
 bg_status bg_cuda_sampling_new(bg_cuda *c, bg_error *err);
+void bg_cuda_sampling_free(bg_cuda *c);
 /* The settings of c->s.slots[slot] go to the device, by bg_cuda_upload(). */
 bg_status bg_cuda_sample_seat(bg_cuda *c, int slot, bg_error *err);
 /* Samples the step's outputs and appends to histories, on the device; only launches. */
@@ -215,6 +232,15 @@ bg_status bg_cuda_fault_new(bg_cuda *c, bg_error *err);
 bg_status bg_cuda_fault_step(bg_cuda *c, bg_error *err);
 bool bg_cuda_fault_capture(const bg_cuda *c); /* whether taking a graph shall fail */
 void bg_cuda_fault_free(bg_cuda *c);
+
+/* profile.c */
+void bg_cuda_op_begin(bg_backend *b, int kind);
+void bg_cuda_op_end(bg_backend *b, int kind);
+void bg_cuda_op_times(bg_backend *b);
+void bg_cuda_linear_cost(const bg_backend *b, const bg_linear *l, int64_t n_rows, bg_cost *cost);
+void bg_cuda_attention_cost(const bg_backend *b, const bg_attn *p, bg_cost *cost);
+void bg_cuda_roofs(bg_backend *b, bg_cost *per_second);
+void bg_cuda_profile_free(bg_cuda *c);
 
 /* What device.c looks up by name. */
 #define BG_EXPORT __attribute__((visibility("default")))

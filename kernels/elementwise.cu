@@ -305,6 +305,15 @@ __global__ void find_bad_all(unsigned long long *bad, bgk_out x, int64_t n, int6
     if (!isfinite(v)) atomicMin(bad, (unsigned long long)i);
 }
 
+__global__ void pause_for(int64_t ns)
+{
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while ((int64_t)(now - start) < ns);
+}
+
 /* ---- what a launch takes ------------------------------------------------------------------------
  */
 
@@ -330,8 +339,8 @@ dim3 row_grid(int rows, int cols)
 
 bool bad_out(const bgk_out *o)
 {
-    if (o->layout == BGK_ROWS) return false;
-    return o->layout != BGK_TILES || o->stride % BGK_TILE_ROWS || (uintptr_t)o->data % 1024;
+    if (o->layout != BGK_TILES) return false;
+    return o->stride % BGK_TILE_ROWS || (uintptr_t)o->data % 1024;
 }
 
 /* Columns with those that fill up the last group. */
@@ -445,5 +454,12 @@ cudaError_t bgk_find_bad(unsigned long long *bad, const bgk_out *x, int64_t rows
     if (!rows) return cudaSuccess;
     const int64_t all = all_cols(x, cols), n = rows * all;
     find_bad_all<<<blocks_for(n), BLOCK, 0, stream>>>(bad, *x, n, all);
+    return cudaGetLastError();
+}
+
+cudaError_t bgk_pause(int64_t ns, cudaStream_t stream)
+{
+    if (ns < 0) return cudaErrorInvalidValue;
+    pause_for<<<1, 1, 0, stream>>>(ns);
     return cudaGetLastError();
 }

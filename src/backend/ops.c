@@ -35,22 +35,94 @@ const char *bg_op_kind_name(int kind)
     return kind >= 0 && kind < N_OPS ? op_names[kind] : NULL;
 }
 
+bg_op_group bg_op_kind_group(int kind)
+{
+    switch (kind) {
+    case OP_LINEAR:
+    case OP_LINEAR_GLU:
+    case OP_LOGITS:
+        return BG_OPS_GEMM;
+    case OP_ATTENTION:
+    case OP_ROPE_STORE:
+        return BG_OPS_ATTENTION;
+    case OP_ALL_REDUCE:
+        return BG_OPS_COLLECTIVES;
+    default:
+        return BG_OPS_OTHER;
+    }
+}
+
+void bg_profile_take(bg_backend *b, bg_profile *p)
+{
+    if (b->ops->op_times) b->ops->op_times(b);
+    for (int k = 0; k < BG_OP_KINDS; k++) {
+        p->ns[k] = b->op_ns[k];
+        p->calls[k] = b->op_calls[k];
+        p->cost[k] = b->op_cost[k];
+        b->op_ns[k] = b->op_calls[k] = 0;
+        b->op_cost[k] = (bg_cost){0};
+    }
+}
+
 void bg_backend_free(bg_backend *b)
 {
     if (b) b->ops->free(b);
 }
 
+/* ---- what an op costs: its activations here, weights and cache by the backend -------------------
+ */
+
+static double act_bytes(const bg_act *a, int64_t rows, int64_t cols)
+{
+    return (double)rows * (double)cols * (a->layout ? 2 : 4);
+}
+
+static void count(bg_backend *b, op_kind kind, double bytes, double flops)
+{
+    if (!b->profile) return;
+    b->op_cost[kind].bytes += bytes;
+    b->op_cost[kind].flops += flops;
+}
+
+static void count_linear(bg_backend *b, op_kind kind, const bg_linear *l, const bg_act *x,
+                         int64_t rows, double out_bytes)
+{
+    bg_cost w = {0};
+    if (!b->profile) return;
+    if (b->ops->linear_cost) b->ops->linear_cost(b, l, rows, &w);
+    count(b, kind, w.bytes + act_bytes(x, rows, x->cols) + out_bytes, w.flops);
+}
+
+static void count_attention(bg_backend *b, const bg_act *out, const bg_act *q, const bg_attn *p)
+{
+    bg_cost kv = {0};
+    if (!b->profile) return;
+    const int64_t rows = b->ops->n_rows(b);
+    if (b->ops->attention_cost) b->ops->attention_cost(b, p, &kv);
+    count(b, OP_ATTENTION,
+          kv.bytes + act_bytes(q, rows, (int64_t)p->n_heads * p->head_dim) +
+              act_bytes(out, rows, (int64_t)p->n_heads * p->v_dim),
+          kv.flops);
+}
+
+/* ---- around every op ----------------------------------------------------------------------------
+ */
+
 /* fresh: the op overwrites out and does not read it, so all its rows are poisoned first. */
-static int64_t before(bg_backend *b, bg_act *out, bool fresh)
+static int64_t before(bg_backend *b, op_kind kind, bg_act *out, bool fresh)
 {
     if (b->check && out && fresh) b->ops->poison(b, out, out->max_rows);
-    return b->profile ? bg_now_ns() : 0;
+    if (!b->ops->op_begin) return b->profile ? bg_now_ns() : 0;
+    if (b->profile || b->ranges) b->ops->op_begin(b, kind);
+    return 0;
 }
 
 static bg_status after(bg_backend *b, op_kind kind, int64_t start_ns, const bg_act *out,
                        int64_t rows, int64_t cols, bg_status st, bg_error *err)
 {
-    if (b->profile) {
+    if (b->ops->op_end) {
+        if (b->profile || b->ranges) b->ops->op_end(b, kind);
+    } else if (b->profile) {
         b->ops->sync(b);
         b->op_ns[kind] += bg_now_ns() - start_ns;
         b->op_calls[kind]++;
@@ -66,7 +138,8 @@ static bg_status after(bg_backend *b, op_kind kind, int64_t start_ns, const bg_a
 
 bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale, bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_EMBED, out, true);
+    count(b, OP_EMBED, act_bytes(out, b->ops->n_rows(b), out->cols) * 1.5, 0); /* of halves */
     bg_status st = b->ops->embed(b, out, e, scale, err);
     return after(b, OP_EMBED, t, out, b->ops->n_rows(b), out->cols, st, err);
 }
@@ -74,14 +147,16 @@ bg_status bg_op_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float s
 bg_status bg_op_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
                          int n_rows, bg_error *err)
 {
-    const int64_t t = before(b, out, out->data != x->data);
+    const int64_t t = before(b, OP_RMS_NORM, out, out->data != x->data);
+    count(b, OP_RMS_NORM, act_bytes(x, n_rows, x->cols) + act_bytes(out, n_rows, x->cols), 0);
     bg_status st = b->ops->rms_norm(b, out, x, w, eps, n_rows, err);
     return after(b, OP_RMS_NORM, t, out, n_rows, out->cols, st, err);
 }
 
 bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
 {
-    const int64_t t = before(b, x, false);
+    const int64_t t = before(b, OP_ADD, x, false);
+    count(b, OP_ADD, 3 * act_bytes(x, b->ops->n_rows(b), x->cols), 0);
     bg_status st = b->ops->add(b, x, y, err);
     return after(b, OP_ADD, t, x, b->ops->n_rows(b), x->cols, st, err);
 }
@@ -89,7 +164,10 @@ bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
 bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
                              const bg_vec *w, float eps, bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_ADD_RMS_NORM, out, true);
+    count(b, OP_ADD_RMS_NORM,
+          3 * act_bytes(x, b->ops->n_rows(b), x->cols) + act_bytes(out, b->ops->n_rows(b), x->cols),
+          0);
     bg_status st = b->ops->add_rms_norm(b, out, x, y, w, eps, err);
     return after(b, OP_ADD_RMS_NORM, t, out, b->ops->n_rows(b), out->cols, st, err);
 }
@@ -97,7 +175,8 @@ bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act
 bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
                        bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_LINEAR, out, true);
+    count_linear(b, OP_LINEAR, l, x, n_rows, act_bytes(out, n_rows, b->ops->linear_rows(l)));
     bg_status st = b->ops->linear(b, out, l, x, n_rows, err);
     return after(b, OP_LINEAR, t, out, n_rows, b->ops->linear_rows(l), st, err);
 }
@@ -105,7 +184,12 @@ bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_
 bg_status bg_op_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
                            bg_error *err)
 {
-    const int64_t t = before(b, q_out, true);
+    const int64_t t = before(b, OP_ROPE_STORE, q_out, true);
+    count(b, OP_ROPE_STORE,
+          act_bytes(qkv, b->ops->n_rows(b), qkv->cols) + /* and K and V again, as halves */
+              act_bytes(q_out, b->ops->n_rows(b), (int64_t)p->n_heads * p->head_dim) +
+              2.0 * b->ops->n_rows(b) * p->n_kv_heads * (p->head_dim + p->v_dim),
+          0);
     bg_status st = b->ops->rope_store(b, q_out, qkv, p, err);
     return after(b, OP_ROPE_STORE, t, q_out, b->ops->n_rows(b), (int64_t)p->n_heads * p->head_dim,
                  st, err);
@@ -114,7 +198,8 @@ bg_status bg_op_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, cons
 bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
                           bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_ATTENTION, out, true);
+    count_attention(b, out, q, p);
     bg_status st = b->ops->attention(b, out, q, p, err);
     return after(b, OP_ATTENTION, t, out, b->ops->n_rows(b), (int64_t)p->n_heads * p->v_dim, st,
                  err);
@@ -122,7 +207,11 @@ bg_status bg_op_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_
 
 bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn, bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_GLU, out, true);
+    count(b, OP_GLU,
+          act_bytes(gate_up, b->ops->n_rows(b), 2 * out->cols) +
+              act_bytes(out, b->ops->n_rows(b), out->cols),
+          0);
     bg_status st = b->ops->glu(b, out, gate_up, fn, err);
     return after(b, OP_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
 }
@@ -134,21 +223,25 @@ bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg
         bg_status st = bg_op_linear(b, gate_up, l, x, b->ops->n_rows(b), err);
         return st ? st : bg_op_glu(b, out, gate_up, fn, err);
     }
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_LINEAR_GLU, out, true);
+    count_linear(b, OP_LINEAR_GLU, l, x, b->ops->n_rows(b),
+                 act_bytes(out, b->ops->n_rows(b), out->cols));
     bg_status st = b->ops->linear_glu(b, out, l, x, fn, err);
     return after(b, OP_LINEAR_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
 }
 
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 {
-    const int64_t t = before(b, x, false);
+    const int64_t t = before(b, OP_ALL_REDUCE, x, false);
+    count(b, OP_ALL_REDUCE, act_bytes(x, b->ops->n_rows(b), x->cols), 0);
     bg_status st = b->ops->all_reduce(b, x, err);
     return after(b, OP_ALL_REDUCE, t, x, b->ops->n_rows(b), x->cols, st, err);
 }
 
 bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
 {
-    const int64_t t = before(b, out, true);
+    const int64_t t = before(b, OP_GATHER_OUT, out, true);
+    count(b, OP_GATHER_OUT, 2 * act_bytes(out, b->ops->n_out(b), out->cols), 0);
     bg_status st = b->ops->gather_out(b, out, x, err);
     return after(b, OP_GATHER_OUT, t, out, b->ops->n_out(b), out->cols, st, err);
 }
@@ -156,28 +249,31 @@ bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error
 bg_status bg_op_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
                        const int64_t *rank_rows, float softcap, bg_error *err)
 {
-    const int64_t t = before(b, NULL, false);
+    const int64_t t = before(b, OP_LOGITS, NULL, false);
+    b->logits_bytes = 4.0 * b->ops->n_out(b) * (double)b->ops->linear_rows(head);
+    count_linear(b, OP_LOGITS, head, x, b->ops->n_out(b), b->logits_bytes);
     bg_status st = b->ops->logits(b, head, x, rank_rows, softcap, err);
     return after(b, OP_LOGITS, t, NULL, 0, 0, st, err);
 }
 
 bg_status bg_op_sample(bg_backend *b, bg_error *err)
 {
-    const int64_t t = before(b, NULL, false);
+    const int64_t t = before(b, OP_SAMPLE, NULL, false);
+    count(b, OP_SAMPLE, b->logits_bytes, 0);
     bg_status st = b->ops->sample(b, err);
     return after(b, OP_SAMPLE, t, NULL, 0, 0, st, err);
 }
 
 bg_status bg_op_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
 {
-    const int64_t t = before(b, NULL, false);
+    const int64_t t = before(b, OP_FETCH, NULL, false);
     bg_status st = b->ops->fetch(b, out, n, err);
     return after(b, OP_FETCH, t, NULL, 0, 0, st, err);
 }
 
 bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err)
 {
-    const int64_t t = before(b, NULL, false);
+    const int64_t t = before(b, OP_FETCH_LOGITS, NULL, false);
     bg_status st = b->ops->fetch_logits(b, out, err);
     return after(b, OP_FETCH_LOGITS, t, NULL, 0, 0, st, err);
 }

@@ -31,14 +31,19 @@ typedef enum bg_compute {
     BG_COMPUTE_F32,    /* proof mode: weights dequantised exactly, everything else float32 */
 } bg_compute;
 
-typedef enum bg_cache_type { BG_CACHE_F16, BG_CACHE_BF16, BG_CACHE_F32 } bg_cache_type;
+typedef enum bg_cache_type {
+    BG_CACHE_F16,
+    BG_CACHE_BF16,
+    BG_CACHE_F32,
+    BG_CACHE_Q8, /* int8 and a float32 scale for each token and head; CUDA only */
+} bg_cache_type;
 
 typedef struct bg_backend_config {
     bg_compute compute;
     int n_threads;   /* CPU: compute threads of this rank, >= 1, the caller's included */
     int first_cpu;   /* CPU: pin threads from this processor on; -1: do not pin */
     bool check;      /* poison before and verify after each op */
-    bool profile;    /* time each op; see bg_op_times() */
+    bool profile;    /* time each op; see bg_profile_take() */
     bool eager;      /* GPU: decode steps as single launches, not as graphs */
     bg_comm *comm;   /* NULL: the only rank. Not owned. */
     int max_tokens;  /* rows of the largest step */
@@ -57,7 +62,7 @@ typedef struct bg_act {
     void *data;
     int64_t max_rows, cols;
     const char *name;
-    int layout; /* the backend's own; 0: rows */
+    int layout; /* the backend's own; 0: rows of float32, all others hold 2 bytes a value */
 } bg_act;
 
 /* A small parameter vector on the device: norm weights, rope factors; float32, n values. */
@@ -206,6 +211,9 @@ typedef struct bg_batch {
  */
 
 typedef struct bg_backend bg_backend;
+typedef struct bg_cost { /* memory traffic and arithmetic that an op cannot do without */
+    double bytes, flops;
+} bg_cost;
 typedef bg_status bg_forward(void *ctx, bg_error *err); /* a forward pass: ops, ending in logits */
 
 typedef struct bg_ops {
@@ -273,6 +281,21 @@ typedef struct bg_ops {
     int64_t (*linear_rows)(const bg_linear *l); /* N: columns that the op linear writes */
 
     uint64_t (*memory)(const bg_backend *b); /* bytes held on the device */
+
+    /* Profiling. op_begin, op_end NULL: sync after each op, and the host's clock. Else marks in the
+     * stream around an op's work (op_name(kind) is its name in traces); op_times adds what lies
+     * between them to op_ns and op_calls, and waits for it. */
+    void (*op_begin)(bg_backend *b, int kind);
+    void (*op_end)(bg_backend *b, int kind);
+    void (*op_times)(bg_backend *b);
+    /* Weights read once, and products; without activations. NULL: not counted. */
+    void (*linear_cost)(const bg_backend *b, const bg_linear *l, int64_t n_rows, bg_cost *cost);
+    /* Keys and values of the present step's sequences read once, and products. NULL: not counted.
+     */
+    void (*attention_cost)(const bg_backend *b, const bg_attn *p, bg_cost *cost);
+    /* What the device can do in a second, measured where that is quick; 0: not known. NULL: the
+     * host's memory. */
+    void (*roofs)(bg_backend *b, bg_cost *per_second);
 } bg_ops;
 
 enum { BG_OP_KINDS = 16 };
@@ -280,9 +303,20 @@ enum { BG_OP_KINDS = 16 };
 struct bg_backend { /* the head of every backend's own struct */
     const bg_ops *ops;
     bool check, profile;
+    bool ranges; /* op_begin and op_end are called without profile, too: ranges in traces */
     int64_t op_ns[BG_OP_KINDS];
     int64_t op_calls[BG_OP_KINDS];
+    bg_cost op_cost[BG_OP_KINDS]; /* with profile */
+    double logits_bytes;          /* of the last op logits */
 };
+
+typedef struct bg_profile {
+    int64_t ns[BG_OP_KINDS], calls[BG_OP_KINDS];
+    bg_cost cost[BG_OP_KINDS];
+} bg_profile;
+
+/* What ops took and cost since the last call, with b->profile set. Waits for them. */
+void bg_profile_take(bg_backend *b, bg_profile *p);
 
 /* The embedded default. Fails with BG_NOMEM, or BG_ARG for an isa this processor lacks. */
 bg_status bg_cpu_backend_new(bg_backend **b, const bg_backend_config *config, bg_error *err);
@@ -340,6 +374,13 @@ bg_status bg_op_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
 /* The step's logits, n_out * vocab floats. */
 bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err);
 
-const char *bg_op_kind_name(int kind); /* NULL past the last; bench prints op_ns by these */
+const char *bg_op_kind_name(int kind); /* NULL past the last; bench prints by these */
+typedef enum bg_op_group {
+    BG_OPS_GEMM,
+    BG_OPS_ATTENTION,
+    BG_OPS_COLLECTIVES,
+    BG_OPS_OTHER
+} bg_op_group;
+bg_op_group bg_op_kind_group(int kind);
 
 #endif

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "backend/cost.h"
 #include "backend/cpu/cpu.h"
 #include "comm/comm.h"
 #include "gguf/gguf.h"
@@ -180,6 +181,8 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
 {
     bg_cpu *c = (bg_cpu *)b;
     if (c->has_cache) return bg_fail(err, BG_INTERNAL, "a backend has one KV cache");
+    if (spec->type == BG_CACHE_Q8)
+        return bg_fail(err, BG_ARG, "KV cache: q8 needs a GPU; on the CPU: f16, bf16 or f32");
     if (spec->n_layers < 0 || spec->n_blocks < 1 || spec->block_tokens < 1 ||
         spec->n_kv_heads < 0 || spec->k_dim < 1 || spec->v_dim < 1 || spec->type > BG_CACHE_F32)
         return bg_fail(err, BG_INTERNAL,
@@ -252,6 +255,20 @@ static int cpu_n_out(const bg_backend *b)
 static int64_t cpu_linear_rows(const bg_linear *l)
 {
     return bg_cpu_linear_rows(l);
+}
+
+static void cpu_linear_cost(const bg_backend *b, const bg_linear *l, int64_t n_rows, bg_cost *cost)
+{
+    (void)b;
+    cost->bytes = (double)bg_cpu_linear_bytes(l);
+    cost->flops =
+        2.0 * (double)n_rows * (double)bg_cpu_linear_rows(l) * (double)bg_cpu_linear_cols(l);
+}
+
+static void cpu_attention_cost(const bg_backend *b, const bg_attn *p, bg_cost *cost)
+{
+    const bg_cpu *c = (const bg_cpu *)b;
+    bg_attention_cost(&c->s, p, c->cache.spec.type == BG_CACHE_F32 ? 4 : 2, cost);
 }
 
 static bg_status cpu_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
@@ -476,6 +493,8 @@ static const bg_ops cpu_ops = {
     .sync = cpu_sync,
     .linear_rows = cpu_linear_rows,
     .memory = cpu_memory,
+    .linear_cost = cpu_linear_cost,
+    .attention_cost = cpu_attention_cost,
 };
 
 /* ---- making one ------------------------------------------------------------------------------ */

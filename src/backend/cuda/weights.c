@@ -104,6 +104,8 @@ bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spe
     l->k = (int)k;
     l->k_padded = (int)((k + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD);
     const size_t row_bytes = (size_t)l->k_padded * weight_bytes(c);
+    l->w_bytes = (uint64_t)rows * row_bytes;
+    l->n_weights = (uint64_t)(rows * k);
     st = bg_cuda_take(c, &l->w, (size_t)rows * row_bytes, spec->name, err);
     char *at = l->w;
     for (int i = 0; !st && i < spec->n_parts; i++) {

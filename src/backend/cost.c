@@ -1,0 +1,16 @@
+#include "backend/cost.h"
+
+void bg_attention_cost(const bg_steps *s, const bg_attn *p, double value_bytes, bg_cost *cost)
+{
+    double keys_read = 0, keys_seen = 0;
+    for (int i = 0; i < s->n_seqs; i++) {
+        const int pos0 = s->seqs[i].pos0, n = s->seqs[i].n_tokens;
+        const int first = p->window && pos0 >= p->window ? pos0 - p->window + 1 : 0;
+        keys_read += pos0 + n - first;
+        for (int pos = pos0; pos < pos0 + n; pos++)
+            keys_seen += p->window && pos >= p->window ? p->window : pos + 1;
+    }
+    const double head = p->head_dim + p->v_dim;
+    cost->bytes = keys_read * p->n_kv_heads * head * value_bytes;
+    cost->flops = 2 * keys_seen * p->n_heads * head;
+}

@@ -48,7 +48,7 @@ struct bg_engine {
     uint64_t id_mask, last_id;
     int n_inbox;
     int n_window; /* not yet admitted: in the inbox or waiting for the first time */
-    int64_t n_live;
+    int64_t n_live, load;
     bool idle, stopping, failed;
     bool winding_down, drop_new; /* lock: drop_new until the thread has seen it */
     bg_error failure;
@@ -113,6 +113,9 @@ bg_status bg_engine_new_tuned(bg_engine **out, bg_ranks *r, const bg_engine_conf
     e->ranks = r;
     e->c = *c;
     e->tuning = t ? *t : DEFAULTS;
+    if (c->hang_ns > 0) e->tuning.hang_ns = c->hang_ns;
+    if (!e->c.id_first) e->c.id_first = e->c.id_step = 1;
+    e->last_id = e->c.id_first - e->c.id_step; /* may wrap: the next one is id_first */
     e->inbox_end = &e->inbox;
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_init(&e->changed, NULL);
@@ -201,6 +204,22 @@ static bg_status locked_failure(const bg_engine *e, bg_error *err)
     return err->status;
 }
 
+/* How long it will go on is not known: an answer counts as a long one at most. */
+static int64_t load_of(const bg_seq *q)
+{
+    enum { LONG_ANSWER = 512 };
+    const int32_t most = q->max_total - q->n_prompt;
+    return q->n_prompt + (most < LONG_ANSWER ? most : LONG_ANSWER);
+}
+
+bg_engine_room bg_engine_look(bg_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    bg_engine_room room = {e->failed, e->n_window >= e->c.window, e->load};
+    pthread_mutex_unlock(&e->lock);
+    return room;
+}
+
 bg_status bg_engine_submit(bg_engine *e, const bg_seq_spec *spec, uint64_t *id, bg_error *err)
 {
     bg_seq *q;
@@ -219,7 +238,7 @@ bg_status bg_engine_submit(bg_engine *e, const bg_seq_spec *spec, uint64_t *id, 
     } else if (e->stopping || e->winding_down) {
         st = bg_fail(err, BG_BUSY, "the engine is stopping");
     } else {
-        q->id = ++e->last_id;
+        q->id = e->last_id += e->c.id_step;
         bg_seq **bucket = &e->by_id[q->id & e->id_mask];
         q->id_next = *bucket;
         *bucket = q;
@@ -228,6 +247,7 @@ bg_status bg_engine_submit(bg_engine *e, const bg_seq_spec *spec, uint64_t *id, 
         e->n_inbox++;
         e->n_window++;
         e->n_live++;
+        e->load += load_of(q);
         *id = q->id;
         wake(e);
     }
@@ -276,12 +296,19 @@ bg_status bg_engine_drain(bg_engine *e, bg_error *err)
     return st;
 }
 
-void bg_engine_stop(bg_engine *e)
+void bg_engine_ask_stop(bg_engine *e)
 {
     pthread_mutex_lock(&e->lock);
     e->stopping = true;
     wake(e);
     pthread_cond_broadcast(&e->changed);
+    pthread_mutex_unlock(&e->lock);
+}
+
+void bg_engine_stop(bg_engine *e)
+{
+    bg_engine_ask_stop(e);
+    pthread_mutex_lock(&e->lock);
     bool join = e->has_thread;
     e->has_thread = false;
     pthread_mutex_unlock(&e->lock);
@@ -355,6 +382,7 @@ static void retire(bg_engine *e, bg_seq *list)
                     break;
                 }
         e->n_live--;
+        e->load -= load_of(q);
     }
     if (e->n_live == 0) pthread_cond_broadcast(&e->changed);
     pthread_mutex_unlock(&e->lock);
@@ -609,6 +637,36 @@ static bg_status recover(bg_engine *e, bg_error *why)
     }
 }
 
+/* The engine has failed: nothing is added to the table any more. */
+bool bg_engine_hand_over(bg_engine *e, bool (*give)(void *ctx, const bg_seq_spec *spec), void *ctx)
+{
+    if (e->own_fault) return false; /* what it stumbled over, another would too */
+    for (uint64_t i = 0; i <= e->id_mask; i++)
+        for (bg_seq *q = e->by_id[i]; q; q = q->id_next) {
+            if (q->state == BG_SEQ_ENDING) continue; /* its last event was reported */
+            pthread_mutex_lock(&e->lock);
+            bool cancelled = q->cancelled;
+            pthread_mutex_unlock(&e->lock);
+            const bg_seq_spec spec = {.user = q->user,
+                                      .order = q->order,
+                                      .prompt = q->tokens,
+                                      .n_prompt = q->n_prompt,
+                                      .regained = q->tokens + q->n_prompt,
+                                      .n_regained = bg_seq_n_output(q),
+                                      .max_tokens = q->max_total - q->n_prompt,
+                                      .ignore_eos = q->ignore_eos,
+                                      .sampling = q->sampling};
+            if (cancelled)
+                report_finish(e, q, BG_FINISH_CANCEL);
+            else if (!give(ctx, &spec))
+                return false;
+        }
+    pthread_mutex_lock(&e->lock);
+    e->shown.n_running = e->shown.n_waiting = 0;
+    pthread_mutex_unlock(&e->lock);
+    return true;
+}
+
 /* ---- the thread ------------------------------------------------------------------------------ */
 
 /* One turn: news in, steps out, one answer in. */
@@ -649,7 +707,9 @@ static void *engine_main(void *arg)
     pthread_mutex_lock(&e->lock);
     e->failed = st && !stop;
     if (e->failed) e->failure = err;
+    bool report_failure = e->failed && e->c.on_failed;
     pthread_cond_broadcast(&e->changed);
     pthread_mutex_unlock(&e->lock);
+    if (report_failure) e->c.on_failed(e->c.failed_ctx, e);
     return NULL;
 }

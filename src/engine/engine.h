@@ -186,7 +186,7 @@ bg_status bg_replicas_wait_ready(bg_replicas *r,
 /* Starts the engines; c's ids and on_failed are set here, its sink must take calls of several
  * threads at once. */
 bg_status bg_replicas_open(bg_replicas *r, const bg_engine_config *c, bg_error *err);
-/* These are bg_engine_*() of the whole. Submitting is for one thread. */
+/* These are bg_engine_*() of the whole. */
 bg_status bg_replicas_submit(bg_replicas *r, const bg_seq_spec *spec, uint64_t *seq, bg_error *err);
 void bg_replicas_cancel(bg_replicas *r, uint64_t seq);
 void bg_replicas_wind_down(bg_replicas *r);

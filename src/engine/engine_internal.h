@@ -1,4 +1,4 @@
-/* engine/engine_internal.h - knobs of the engine that only tests turn. */
+/* engine/engine_internal.h - knobs of the engine that only tests turn, and what replicas.c needs. */
 #ifndef BG_ENGINE_ENGINE_INTERNAL_H
 #define BG_ENGINE_ENGINE_INTERNAL_H
 
@@ -19,5 +19,17 @@ bg_status bg_engine_new_tuned(bg_engine **e, bg_ranks *r, const bg_engine_config
 /* Checks the scheduler's invariants and, as nothing may be in flight then, that all blocks are
  * free. Only when drained. */
 bg_status bg_engine_verify(bg_engine *e, bg_error *err);
+
+/* For who shares sequences out among engines: any thread. */
+typedef struct bg_engine_room {
+    bool failed, full; /* full: a submit would wait */
+    int64_t load;      /* tokens of those in flight, to be read or perhaps written */
+} bg_engine_room;
+bg_engine_room bg_engine_look(bg_engine *e);
+/* In on_failed: calls give for each sequence that is not over, with the tokens it has. The engine
+ * still owns what the specs point to. Cancelled ones end here. False as soon as give says so. */
+bool bg_engine_hand_over(bg_engine *e, bool (*give)(void *ctx, const bg_seq_spec *spec), void *ctx);
+/* The first half of bg_engine_stop(): does not wait for the thread. */
+void bg_engine_ask_stop(bg_engine *e);
 
 #endif

@@ -24,7 +24,6 @@
 enum {
     MIN_RING = 1 << 20,
     SEAT_EXTRAS = 128 << 10, /* bytes of a seat message for biases and stop ids */
-    MAX_RANKS = 64,
 };
 
 static const int64_t STOP_NS = INT64_C(2000000000);  /* a rank may take to end when asked */
@@ -358,8 +357,8 @@ static void join_threads(bg_ranks *r)
 
 static bg_status check_config(const bg_rank_config *c, bg_error *err)
 {
-    if (c->tp < 1 || c->tp > MAX_RANKS)
-        return bg_fail(err, BG_ARG, "%d ranks: 1 to %d are possible", c->tp, MAX_RANKS);
+    if (c->tp < 1 || c->tp > BG_MAX_RANKS)
+        return bg_fail(err, BG_ARG, "%d ranks: 1 to %d are possible", c->tp, BG_MAX_RANKS);
     if (c->n_blocks < 2 || c->block_tokens < 1 || c->max_num_seqs < 1 || c->max_model_len < 2 ||
         c->max_step_tokens < c->max_num_seqs)
         return bg_fail(err, BG_ARG,

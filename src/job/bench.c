@@ -288,7 +288,7 @@ static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *
                            const bg_memory_plan *p, bg_error *err)
 {
     bg_rank_config rc;
-    bg_rank_config_fill(&rc, job, p);
+    bg_rank_config_fill(&rc, job, p, 0);
     bg_ranks *ranks = NULL;
     bg_engine *e = NULL;
     sink s = {0};

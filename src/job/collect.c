@@ -75,7 +75,7 @@ struct bg_collect {
     code_count codes[MAX_CODES];
     int n_codes;
     bool too_many;
-    bg_engine *engine;
+    bg_replicas *engine;
     bg_queue *queue;
     pthread_t thread;
     bool started, joined;
@@ -583,7 +583,7 @@ static void take_token(bg_collect *c, choice *ch, const bg_token_event *ev)
     atomic_fetch_add(&c->counts.output_tokens, 1);
     if (ch->stop_index >= 0) {
         close_choice(ch, BG_FINISH_STOP);
-        if (ev->finish == BG_FINISH_NONE) bg_engine_cancel(c->engine, ev->seq);
+        if (ev->finish == BG_FINISH_NONE) bg_replicas_cancel(c->engine, ev->seq);
     }
 }
 
@@ -755,7 +755,7 @@ bg_status bg_collect_new(bg_collect **out, const bg_collect_config *config, bg_e
     return BG_OK;
 }
 
-void bg_collect_set_engine(bg_collect *c, bg_engine *e)
+void bg_collect_set_engine(bg_collect *c, bg_replicas *e)
 {
     c->engine = e;
 }

@@ -40,7 +40,7 @@ void bg_collect_failures(const bg_collect *c, char *out, size_t size);
 bg_status bg_collect_new(bg_collect **c, const bg_collect_config *config, bg_error *err);
 void bg_collect_free(bg_collect *c); /* ends its thread; what is not written is dropped */
 /* The engine cancels go to; set before the first record is announced. */
-void bg_collect_set_engine(bg_collect *c, bg_engine *e);
+void bg_collect_set_engine(bg_collect *c, bg_replicas *e);
 
 /* A record enters: its error result is written, or its sequences become specs[0 .. *n_specs) to be
  * submitted by the caller (the array and what it points to live until the record's result is

@@ -35,7 +35,7 @@ bool bg_strings_add(bg_strings *s, const char *text); /* false: out of memory */
 void bg_strings_release(bg_strings *s);
 
 /* Values of choice options, as indices into the table's choice lists. */
-enum { BG_KV_CHOICE_AUTO, BG_KV_CHOICE_F16, BG_KV_CHOICE_BF16, BG_KV_CHOICE_F32 };
+enum { BG_KV_CHOICE_AUTO, BG_KV_CHOICE_F16, BG_KV_CHOICE_BF16, BG_KV_CHOICE_F32, BG_KV_CHOICE_Q8 };
 enum { BG_COLOR_AUTO, BG_COLOR_ALWAYS, BG_COLOR_NEVER };
 enum { BG_INPUT_REFUSE, BG_INPUT_MATCH };
 
@@ -55,11 +55,12 @@ typedef struct bg_job {
     bool ignore_eos;
     bg_strings stop;
     /* engine */
-    int64_t tp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
+    int64_t tp, dp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
     int64_t kv_cache_memory; /* bytes over all ranks; 0: automatic */
     int kv_cache_type, compute;
     bool prefix_cache, check_ops, pin_threads;
     char *isa, *device;
+    double hang_timeout; /* seconds; 0: automatic */
     /* input and output */
     int64_t max_line, text_threads;
     int64_t max_nesting, max_prompt_tokens, max_n, max_result, template_steps; /* 0: no limit */
@@ -144,20 +145,23 @@ int bg_job_n_prompts(const bg_request *r);
  * --------------------------------------------------------------------------------------------- */
 
 typedef struct bg_memory_plan {
-    int gpu;          /* 0: the CPU; else 1 + the GPU's number */
-    char device[128]; /* its name */
-    int tp, threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
+    int gpu;                /* 0: the CPU; else 1 + the number of the first rank's GPU */
+    int gpus[BG_MAX_RANKS]; /* the same of each rank, replica by replica */
+    char device[128];       /* its name */
+    int tp, dp;             /* ranks of a replica, replicas; numbers below are of one of each */
+    int threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
     bg_cache_type cache_type;
     uint64_t weights[8], kv[8], activations[8]; /* bytes of each rank (the first 8) */
-    uint64_t kv_bytes_per_token;                /* all ranks */
-    uint64_t total;
+    uint64_t kv_bytes_per_token;                /* all ranks of a replica */
+    uint64_t total;                             /* of all replicas */
 } bg_memory_plan;
 
 /* From options, model and free memory to numbers. BG_ARG: it cannot fit; the text says what would.
  */
 bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
                          bg_error *err);
-void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p);
+void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p,
+                         int replica);
 
 /* ---- running
  * ---------------------------------------------------------------------------------------------- */

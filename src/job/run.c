@@ -3,7 +3,7 @@
  *     main thread      signals, progress, time
  *     reader + text    job/feed.c
  *     admit thread     feed -> collect (announce) -> engine (submit)
- *     engine thread    engine/engine.c; its sink hands events to collect
+ *     engine threads   engine/engine.c, one a replica; their sink hands events to collect
  *     collect thread   job/collect.c: results, the writer
  *
  * A stop goes through stop_admitting(): the feed ends, the engine winds down, what runs may finish
@@ -38,12 +38,12 @@ typedef struct run {
     FILE *messages;
     bg_outcome *outcome;
     bg_prepared p;
-    bg_rank_config rank_config;
+    bg_rank_config *rank_configs; /* [dp] */
     bg_signals signals;
     bg_log *log;
     int log_fd;
-    bg_ranks *ranks;
-    bg_engine *engine;
+    bg_replicas *replicas;
+    bool opened; /* their engines run */
     bg_feed *feed;
     bg_collect *collect;
     bg_progress *progress;
@@ -121,7 +121,7 @@ static bg_status submit_all(run *r, bg_seq_spec *specs, int n, bg_error *err)
     for (int i = 0; i < n; i++) {
         bg_error e = {0};
         uint64_t seq;
-        bg_status s = st ? st : bg_engine_submit(r->engine, &specs[i], &seq, &e);
+        bg_status s = st ? st : bg_replicas_submit(r->replicas, &specs[i], &seq, &e);
         if (!s) continue;
         bg_collect_refused(r->collect, &specs[i], s == BG_ARG ? e.text : NULL);
         if (s != BG_ARG && !st) st = bg_fail(err, s, "%s", e.text);
@@ -146,7 +146,7 @@ static void *admit(void *p)
     }
     /* What was taken before a failure still gets its result, unless the engine itself is gone. */
     bg_error drain_err = {0};
-    bg_status drained = bg_engine_drain(r->engine, st ? &drain_err : err);
+    bg_status drained = bg_replicas_drain(r->replicas, st ? &drain_err : err);
     if (!st) st = drained;
     bool stopped = atomic_load(&r->stopping);
     r->admit_st = st == BG_BUSY && stopped ? BG_OK : st;
@@ -182,7 +182,7 @@ static void numbers(run *r, bg_progress_numbers *n)
 {
     const bg_collect_counts *c = bg_collect_get_counts(r->collect);
     bg_engine_stats es;
-    bg_engine_get_stats(r->engine, &es);
+    bg_replicas_get_stats(r->replicas, &es);
     *n = (bg_progress_numbers){.done_now = atomic_load(&c->records),
                                .prompt_tokens = (int64_t)(es.prompt_tokens + es.cached_tokens),
                                .output_tokens = (int64_t)es.output_tokens,
@@ -206,7 +206,7 @@ static void write_metrics(void *v)
     uint64_t text, file, commits;
     char shard[48];
     numbers(r, &n);
-    bg_engine_get_stats(r->engine, &es);
+    bg_replicas_get_stats(r->replicas, &es);
     bg_writer_sizes(r->p.writer, &text, &file, &commits);
     snprintf(shard, sizeof shard, "%lld/%lld", (long long)job->shard_index + 1,
              (long long)job->shard_count);
@@ -246,7 +246,7 @@ static void stop_admitting(run *r)
     atomic_store(&r->state, BG_RUN_STOPPING);
     bg_notify_stopping(r->manager, (int64_t)(r->job->grace * 1e9));
     bg_feed_stop(r->feed);
-    bg_engine_wind_down(r->engine);
+    bg_replicas_wind_down(r->replicas);
     r->grace_end_ns = bg_now_ns() + (int64_t)(r->job->grace * 1e9);
 }
 
@@ -273,7 +273,7 @@ static void take_signal(run *r, int sig)
             }
         }
     } else if (r->signal_seen) {
-        bg_ranks_stop(r->ranks);
+        bg_replicas_kill(r->replicas);
         _exit(128 + sig); /* the user insists: what was committed stays */
     } else {
         r->signal_seen = sig;
@@ -289,7 +289,7 @@ static void tell_manager(run *r, const bg_progress_numbers *n)
     enum { STUCK_S = 600 };
     int64_t now = bg_now_ns();
     bg_engine_stats es;
-    bg_engine_get_stats(r->engine, &es);
+    bg_replicas_get_stats(r->replicas, &es);
     if (es.steps != r->steps || !es.n_running) {
         r->steps = es.steps;
         r->steps_ns = now;
@@ -332,9 +332,10 @@ static void watch(run *r)
             take_signal(r, sig);
         if (atomic_load(&r->failed)) { /* results have nowhere to go */
             stop_admitting(r);
-            bg_engine_stop(r->engine);
+            bg_replicas_stop(r->replicas);
         }
-        if (atomic_load(&r->stopping) && bg_now_ns() >= r->grace_end_ns) bg_engine_stop(r->engine);
+        if (atomic_load(&r->stopping) && bg_now_ns() >= r->grace_end_ns)
+            bg_replicas_stop(r->replicas);
         check_limits(r);
         bg_progress_numbers n;
         numbers(r, &n);
@@ -360,7 +361,7 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
                     .total_ns = bg_now_ns() - r->start_ns,
                     .status = st,
                     .error = st ? err->text : ""};
-    if (r->engine) bg_engine_get_stats(r->engine, &s.engine);
+    if (r->opened) bg_replicas_get_stats(r->replicas, &s.engine);
     if (r->collect) {
         s.counts = bg_collect_get_counts(r->collect);
         bg_collect_failures(r->collect, failures, sizeof failures);
@@ -390,6 +391,13 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
     return st;
 }
 
+/* A GPU's longest step takes a second; a small machine may sit over a large prefill for minutes. */
+static int64_t hang_ns(const run *r)
+{
+    const double s = r->job->hang_timeout > 0 ? r->job->hang_timeout : r->p.plan.gpu ? 120 : 600;
+    return (int64_t)(s * 1e9);
+}
+
 static bool is_done(void *p, int64_t record)
 {
     return bg_writer_done(p, record);
@@ -417,13 +425,15 @@ static bg_status start(run *r, bg_error *err)
                                  .window = (int)r->job->window,
                                  .max_batched_tokens = (int)r->job->max_num_batched_tokens,
                                  .max_restarts = 3,
+                                 .hang_ns = hang_ns(r),
                                  .eog = eog,
                                  .n_eog = n_eog,
                                  .on_events = bg_collect_events,
                                  .ctx = r->collect,
                                  .log = r->log};
-    if (!st) st = bg_engine_new(&r->engine, r->ranks, &ec, err);
-    if (!st) bg_collect_set_engine(r->collect, r->engine);
+    if (!st) st = bg_replicas_open(r->replicas, &ec, err);
+    r->opened = !st;
+    if (!st) bg_collect_set_engine(r->collect, r->replicas);
     const bg_feed_config fc = {.job = r->job,
                                .model = &r->p.model,
                                .is_done = is_done,
@@ -467,12 +477,12 @@ static bg_status finish(run *r, bg_error *err)
 static void release(run *r)
 {
     if (r->feed) bg_feed_stop(r->feed);
-    if (r->engine) bg_engine_stop(r->engine);
+    if (r->replicas) bg_replicas_stop(r->replicas);
     if (r->admitting) pthread_join(r->admitter, NULL);
     bg_feed_close(r->feed);
-    bg_engine_free(r->engine);
+    bg_replicas_free(r->replicas);
     bg_collect_free(r->collect);
-    bg_ranks_stop(r->ranks);
+    free(r->rank_configs);
     bg_log_hooks(r->log, NULL, NULL, NULL);
     bg_progress_free(r->progress);
     bg_notify_close(r->manager);
@@ -485,19 +495,21 @@ static void release(run *r)
 
 static void describe(const run *r)
 {
-    char w[32], kv[32];
+    char w[32], kv[32], replicas[32] = "";
+    if (r->p.plan.dp > 1) snprintf(replicas, sizeof replicas, "%d replicas, ", r->p.plan.dp);
     uint64_t kv_all = r->p.plan.kv_bytes_per_token * (uint64_t)r->p.plan.block_tokens *
-                      (uint64_t)r->p.plan.n_blocks;
+                      (uint64_t)r->p.plan.n_blocks * (uint64_t)r->p.plan.dp;
     bg_format_bytes(r->p.model.desc.weight_bytes, w, sizeof w);
     bg_format_bytes(kv_all, kv, sizeof kv);
     fprintf(r->messages, "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, ",
             r->p.model.name, r->p.model.desc.arch_name, w, kv, r->p.plan.max_model_len,
             r->p.plan.max_num_seqs);
     if (r->p.plan.gpu)
-        fprintf(r->messages, "%s\n", r->p.plan.device);
+        fprintf(r->messages, "%s%s\n", replicas, r->p.plan.device);
     else
-        fprintf(r->messages, "%d rank%s x %d thread%s\n", r->p.plan.tp, r->p.plan.tp > 1 ? "s" : "",
-                r->p.plan.threads_per_rank, r->p.plan.threads_per_rank > 1 ? "s" : "");
+        fprintf(r->messages, "%s%d rank%s x %d thread%s\n", replicas, r->p.plan.tp,
+                r->p.plan.tp > 1 ? "s" : "", r->p.plan.threads_per_rank,
+                r->p.plan.threads_per_rank > 1 ? "s" : "");
 }
 
 /* When to stop so that the grace, too, ends within the limit. */
@@ -526,9 +538,14 @@ static bg_status generate(run *r, bg_error *err)
     make_progress(r);
     if (!r->job->quiet) describe(r);
     o->stage = BG_STAGE_MODEL;
-    bg_rank_config_fill(&r->rank_config, r->job, &r->p.plan);
-    bg_status st = bg_ranks_start(&r->ranks, &r->rank_config, &bg_rank_ops_model, r->log, err);
-    if (!st) st = bg_ranks_wait_ready(r->ranks, loaded, r, early_stop, err);
+    const int dp = r->p.plan.dp;
+    r->rank_configs = calloc((size_t)dp, sizeof *r->rank_configs);
+    if (!r->rank_configs) return bg_fail(err, BG_NOMEM, "%d replicas: out of memory", dp);
+    for (int i = 0; i < dp; i++)
+        bg_rank_config_fill(&r->rank_configs[i], r->job, &r->p.plan, i);
+    bg_status st =
+        bg_replicas_start(&r->replicas, r->rank_configs, dp, &bg_rank_ops_model, r->log, err);
+    if (!st) st = bg_replicas_wait_ready(r->replicas, loaded, r, early_stop, err);
     if (st == BG_BUSY && (r->signal_seen || o->time_up)) { /* while loading: nothing was begun */
         o->stopped_by = r->signal_seen;
         *err = (bg_error){0};

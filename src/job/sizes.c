@@ -9,8 +9,11 @@
 
 #include "backend/device.h"
 #include "base/clock.h"
+#include "job/devices.h"
 
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
+/* Beside weights, keys and values: the context, buffers; and what NCCL takes. */
+static const uint64_t GPU_RESERVE = UINT64_C(1) << 30, NCCL_RESERVE = UINT64_C(1) << 30;
 
 /* Memory a new process could take, as the kernel and the limit of addresses (ulimit -v) have it; 0
  * when they do not say. */
@@ -47,6 +50,8 @@ static bg_cache_type cache_type(const bg_job *job)
         return BG_CACHE_BF16;
     case BG_KV_CHOICE_F32:
         return BG_CACHE_F32;
+    case BG_KV_CHOICE_Q8:
+        return BG_CACHE_Q8;
     default:
         return job->compute == BG_COMPUTE_F32 ? BG_CACHE_F32 : BG_CACHE_F16;
     }
@@ -68,44 +73,52 @@ static uint64_t gpu_weight_bytes(const bg_job *job, const bg_text_model *m)
     return values * (job->compute == BG_COMPUTE_F32 ? 4 : 2);
 }
 
-/* Which device: p->gpu, and *free_bytes of it for keys and values (0: it is the CPU). */
+/* Which device each rank gets: p->gpus, and *free_bytes of them for the keys and values of a replica
+ * (0: it is the CPU). */
 static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
-                               uint64_t *free_bytes, bg_error *err)
+                               const bg_shard *shards, uint64_t *free_bytes, bg_error *err)
 {
-    const char *name = job->device ? job->device : "auto";
-    int wanted = -1, n;
-    char why[400], tail;
+    int n;
+    char why[400];
     bg_gpu list[BG_MAX_GPUS];
+    bg_device_choice choice;
+    bg_device_plan dp;
     *free_bytes = 0;
     snprintf(p->device, sizeof p->device, "CPU");
-    bool automatic = strcmp(name, "auto") == 0, any = automatic || strcmp(name, "cuda") == 0;
-    if (strcmp(name, "cpu") == 0 || (automatic && !bg_gpus_likely())) return BG_OK;
-    if (!any && (sscanf(name, "cuda:%d%c", &wanted, &tail) != 1 || wanted < 0))
-        return bg_fail(err, BG_ARG, "--device: \"%s\" is none of auto, cpu, cuda, cuda:I", name);
-    if (job->tp > 1) { /* collectives between GPUs are not there yet */
-        if (automatic) return BG_OK;
-        return bg_fail(err, BG_ARG, "--device %s: one GPU only for now, not --tp %lld", name,
-                       (long long)job->tp);
+    bg_status st = bg_devices_parse(&choice, job->device ? job->device : "auto", err);
+    if (st || choice.cpu || (choice.automatic && !bg_gpus_likely())) return st;
+    st = bg_gpus_probe(list, &n, why, sizeof why, err);
+    if (st || (!n && choice.automatic)) return st;
+    if (!n) return bg_fail(err, BG_ARG, "--device %s: %s", job->device, why);
+
+    uint64_t need[BG_MAX_RANKS], kv_sum = 0, kv_most = 0, shares = 0;
+    for (int r = 0; r < p->tp; r++)
+        shares += shards[r].weight_bytes;
+    for (int r = 0; r < p->tp; r++) {
+        const double share = (double)shards[r].weight_bytes / (double)(shares ? shares : 1);
+        const uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
+        need[r] = (uint64_t)((double)gpu_weight_bytes(job, m) * share) + GPU_RESERVE +
+                  (p->tp > 1 ? NCCL_RESERVE : 0);
+        kv_sum += kv;
+        kv_most = kv > kv_most ? kv : kv_most;
     }
-    bg_status st = bg_gpus_probe(list, &n, why, sizeof why, err);
-    if (st) return st;
-    const uint64_t weights = gpu_weight_bytes(job, m), reserve = (uint64_t)1 << 30;
-    for (int i = 0; i < n; i++) {
-        if (wanted >= 0 && list[i].device != wanted) continue;
-        if (list[i].free_bytes < weights + reserve) {
-            if (any) continue;
-            return bg_fail(err, BG_ARG,
-                           "--device %s: %.1f GB of weights do not fit into %.1f GB free", name,
-                           (double)weights * 1e-9, (double)list[i].free_bytes * 1e-9);
-        }
-        p->gpu = 1 + list[i].device;
-        snprintf(p->device, sizeof p->device, "%s", list[i].name);
-        *free_bytes = (list[i].free_bytes - weights - reserve) / 10 * 9;
-        return BG_OK;
-    }
-    if (automatic) return BG_OK;
-    return bg_fail(err, BG_ARG, "--device %s: %s", name,
-                   n ? "no such GPU has memory enough for the model" : why);
+    bg_error own = {0};
+    st = bg_devices_assign(&dp, &choice, list, n, p->tp, p->dp, need, &own);
+    if (st && choice.automatic) return BG_OK;
+    if (st) return bg_fail(err, st, "%s", own.text);
+    for (int r = 0; r < p->tp * p->dp; r++)
+        p->gpus[r] = 1 + list[dp.gpus[r]].device;
+    p->gpu = p->gpus[0];
+    const int ranks = p->tp * p->dp;
+    if (ranks == 1)
+        snprintf(p->device, sizeof p->device, "%s", list[dp.gpus[0]].name);
+    else
+        snprintf(p->device, sizeof p->device, "%d ranks on %s%s", ranks, list[dp.gpus[0]].name,
+                 dp.shared == ranks ? "" : " and others");
+    /* The rank with the most keys and values sets how many fit. */
+    *free_bytes = (uint64_t)((double)dp.free_bytes * 0.9 * (double)kv_sum /
+                             (double)(kv_most ? kv_most : 1));
+    return BG_OK;
 }
 
 static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_bytes, bg_error *err)
@@ -116,10 +129,10 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_byte
     char have[32], need[32];
     if (per_block < 1) per_block = 1;
     if (job->kv_cache_memory) {
-        blocks = least(job->kv_cache_memory / per_block, wanted);
+        blocks = least(job->kv_cache_memory / p->dp / per_block, wanted);
         bg_format_bytes((uint64_t)job->kv_cache_memory, have, sizeof have);
     } else {
-        uint64_t free_bytes = gpu_bytes ? gpu_bytes : available_memory() / 4;
+        uint64_t free_bytes = gpu_bytes ? gpu_bytes : available_memory() / 4 / (uint64_t)p->dp;
         blocks = free_bytes ? least((int64_t)free_bytes / per_block, wanted) : wanted;
         bg_format_bytes(free_bytes, have, sizeof have);
     }
@@ -145,7 +158,12 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     int n_cpus = processors();
     p->tp = (int)job->tp;
     int64_t threads = job->threads ? job->threads : n_cpus;
-    p->threads_per_rank = (int)(threads / p->tp > 0 ? threads / p->tp : 1);
+    p->dp = job->dp > 1 ? (int)job->dp : 1;
+    const int ranks = p->tp * p->dp;
+    if (ranks > BG_MAX_RANKS)
+        return bg_fail(err, BG_ARG, "--tp %d --dp %d: %d ranks, %d at most", p->tp, p->dp, ranks,
+                       BG_MAX_RANKS);
+    p->threads_per_rank = (int)(threads / ranks > 0 ? threads / ranks : 1);
     p->max_num_seqs = (int)job->max_num_seqs;
     p->block_tokens = (int)job->block_size;
     p->max_model_len = (int)(job->max_model_len ? job->max_model_len : m->desc.n_ctx_train);
@@ -153,14 +171,14 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
         (int)(job->max_num_batched_tokens > job->max_num_seqs ? job->max_num_batched_tokens
                                                               : job->max_num_seqs);
     p->cache_type = cache_type(job);
-    bg_shard shards[64] = {0};
+    bg_shard shards[BG_MAX_RANKS] = {0};
     for (int r = 0; r < p->tp; r++) {
         bg_status st = bg_shard_plan(&shards[r], &m->desc, m->gguf, r, p->tp, err);
         if (st) return st;
         p->kv_bytes_per_token += bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
     }
     uint64_t gpu_bytes;
-    bg_status st = choose_device(p, job, m, &gpu_bytes, err);
+    bg_status st = choose_device(p, job, m, shards, &gpu_bytes, err);
     if (!st) st = plan_kv(p, job, gpu_bytes, err);
     if (st) return st;
     const bg_backend_config bc = {.max_tokens = p->max_step_tokens,
@@ -172,7 +190,7 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
         uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type) *
                       (uint64_t)p->block_tokens * (uint64_t)p->n_blocks;
         uint64_t acts = bg_act_bytes(&m->desc, &shards[r], &bc) + RANK_OVERHEAD;
-        p->total += shards[r].weight_bytes + kv + acts;
+        p->total += (shards[r].weight_bytes + kv + acts) * (uint64_t)p->dp;
         if (r >= 8) continue;
         p->weights[r] = shards[r].weight_bytes;
         p->kv[r] = kv;
@@ -181,11 +199,12 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     return BG_OK;
 }
 
-void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p)
+void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p,
+                         int replica)
 {
     *c = (bg_rank_config){.model_path = job->model,
                           .tp = p->tp,
-                          .gpu = p->gpu,
+                          .first_rank = replica * p->tp,
                           .compute = (bg_compute)job->compute,
                           .cache_type = p->cache_type,
                           .threads_per_rank = p->threads_per_rank,
@@ -197,4 +216,5 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
                           .max_num_seqs = p->max_num_seqs,
                           .max_step_tokens = p->max_step_tokens,
                           .max_model_len = p->max_model_len};
+    memcpy(c->gpus, &p->gpus[replica * p->tp], (size_t)p->tp * sizeof *c->gpus);
 }

@@ -233,7 +233,6 @@ bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 {
     const int64_t t = before(b, OP_ALL_REDUCE, x, false);
-    count(b, OP_ALL_REDUCE, act_bytes(x, b->ops->n_rows(b), x->cols), 0);
     bg_status st = b->ops->all_reduce(b, x, err);
     return after(b, OP_ALL_REDUCE, t, x, b->ops->n_rows(b), x->cols, st, err);
 }

@@ -45,6 +45,7 @@ typedef struct bg_backend_config {
     bool check;      /* poison before and verify after each op */
     bool profile;    /* time each op; see bg_profile_take() */
     bool eager;      /* GPU: decode steps as single launches, not as graphs */
+    bool dummy;      /* GPU: weights are random, made on the device; their data is not read */
     bg_comm *comm;   /* NULL: the only rank. Not owned. */
     int max_tokens;  /* rows of the largest step */
     int max_seqs;    /* sequences in the largest step, and slots */
@@ -98,6 +99,15 @@ typedef struct bg_linear_spec {
 
 /* A token embedding table: [vocab, d] rows in GGUF blocks, looked up by id. Replicated. */
 typedef struct bg_embedding bg_embedding;
+
+/* Where the time of loading went. Reading, copying and repacking overlap. */
+typedef struct bg_load_times {
+    int64_t bytes;    /* brought to the device */
+    int64_t total_ns; /* from the first weight to the last */
+    int64_t read_ns;  /* from the file into pinned memory */
+    int64_t wait_ns;  /* the reader had to wait for the device */
+    int64_t copy_ns, repack_ns; /* the device was busy with it */
+} bg_load_times;
 
 /* The KV cache of one rank: [n_layers, n_blocks, n_kv_heads, block_tokens, head_dim] for K and V.
  */
@@ -211,7 +221,9 @@ typedef struct bg_batch {
  */
 
 typedef struct bg_backend bg_backend;
-typedef struct bg_cost { /* memory traffic and arithmetic that an op cannot do without */
+/* Memory traffic and arithmetic of an op by itself: what it reads and writes, once. (Traffic
+ * between ranks is not counted.) */
+typedef struct bg_cost {
     double bytes, flops;
 } bg_cost;
 typedef bg_status bg_forward(void *ctx, bg_error *err); /* a forward pass: ops, ending in logits */
@@ -232,6 +244,9 @@ typedef struct bg_ops {
     bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
                             bg_error *err);
     bg_status (*embedding_new)(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
+    /* NULL: nothing to do. After the last of the weights: waits for what is still on its way, and
+     * frees what loading alone needed. */
+    bg_status (*load_end)(bg_backend *b, bg_load_times *times, bg_error *err);
     bg_status (*cache_new)(bg_backend *b, const bg_cache_spec *spec, bg_error *err);
 
     /* tokens: the whole history so far (prompt, then n_generated output tokens at its end). */

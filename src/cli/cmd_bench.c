@@ -1,8 +1,68 @@
+#include <string.h>
+
 #include "base/clock.h"
 #include "cli/cli.h"
 #include "job/bench.h"
 
-static int print_json(const bg_bench *b, const bg_text_model *m)
+enum { N_GROUPS = BG_OPS_OTHER + 1 };
+static const char *const group_names[N_GROUPS] = {"GEMM", "attention", "collectives", "other"};
+
+typedef struct line { /* of a profile: an op or a kind of ops */
+    int64_t calls;
+    double s, floor_s; /* floor_s: what bytes or FLOPs take at the roofs, the longer one */
+    bg_cost cost;
+} line;
+
+static void add_op(line *l, const bg_profile *p, int k, const bg_cost *roofs)
+{
+    const double read = roofs->bytes > 0 ? p->cost[k].bytes / roofs->bytes : 0;
+    const double compute = roofs->flops > 0 ? p->cost[k].flops / roofs->flops : 0;
+    l->calls += p->calls[k];
+    l->s += (double)p->ns[k] * 1e-9;
+    l->floor_s += read > compute ? read : compute;
+    l->cost.bytes += p->cost[k].bytes;
+    l->cost.flops += p->cost[k].flops;
+}
+
+/* Lines by op (BG_OP_KINDS of them), by kind (N_GROUPS), and of all, whose floor is that of
+ * weights, keys and values, and products. */
+static line sum_up(const bg_profile *p, const bg_cost *roofs, line *ops, line *groups)
+{
+    line all = {0};
+    memset(ops, 0, BG_OP_KINDS * sizeof *ops);
+    memset(groups, 0, N_GROUPS * sizeof *groups);
+    for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++) {
+        add_op(&ops[k], p, k, roofs);
+        add_op(&groups[bg_op_kind_group(k)], p, k, roofs);
+        add_op(&all, p, k, roofs);
+    }
+    /* What the others move could stay in caches, or go with the op beside it. */
+    all.floor_s = groups[BG_OPS_GEMM].floor_s + groups[BG_OPS_ATTENTION].floor_s;
+    return all;
+}
+
+static json_t *line_json(const char *name, const line *l)
+{
+    return json_pack("{ss sI sf sf sf sf}", "name", name, "calls", (json_int_t)l->calls, "ms",
+                     l->s * 1e3, "gbytes", l->cost.bytes * 1e-9, "gflops", l->cost.flops * 1e-9,
+                     "floor_share", l->s > 0 ? l->floor_s / l->s : 0.0);
+}
+
+static json_t *profile_json(const bg_profile *p, const bg_cost *roofs, double whole_s)
+{
+    line ops[BG_OP_KINDS], groups[N_GROUPS];
+    const line all = sum_up(p, roofs, ops, groups);
+    json_t *by_op = json_array(), *by_kind = json_array();
+    for (int k = 0; k < BG_OP_KINDS; k++)
+        if (ops[k].calls) json_array_append_new(by_op, line_json(bg_op_kind_name(k), &ops[k]));
+    for (int g = 0; g < N_GROUPS; g++)
+        json_array_append_new(by_kind, line_json(group_names[g], &groups[g]));
+    return json_pack("{sf sf sf so so}", "ms", whole_s * 1e3, "gaps_ms", (whole_s - all.s) * 1e3,
+                     "floor_share", whole_s > 0 ? all.floor_s / whole_s : 0.0, "by_op", by_op,
+                     "by_kind", by_kind);
+}
+
+static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     json_t *rows = json_array();
     for (int i = 0; i < b->n_rows; i++) {
@@ -10,34 +70,74 @@ static int print_json(const bg_bench *b, const bg_text_model *m)
         json_t *ops = json_object();
         for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++)
             json_object_set_new(ops, bg_op_kind_name(k),
-                                json_real((double)b->decode_ns[i][k] * 1e-6));
-        json_array_append_new(rows,
-                              json_pack("{si sf sf sf sf so}", "batch", r->batch,
-                                        "prefill_tokens_per_second", r->prefill_rate,
-                                        "decode_tokens_per_second", r->decode_rate, "floor_share",
-                                        r->floor_share, "gmacs", r->gmacs, "decode_ms_by_op", ops));
+                                json_real((double)b->decode[i].ns[k] * 1e-6));
+        json_t *row =
+            json_pack("{si sf sf sf sf so}", "batch", r->batch, "prefill_tokens_per_second",
+                      r->prefill_rate, "decode_tokens_per_second", r->decode_rate, "floor_share",
+                      r->floor_share, "gmacs", r->gmacs, "decode_ms_by_op", ops);
+        if (profile && b->has_ops)
+            json_object_set_new(row, "decode_profile",
+                                profile_json(&b->decode[i], &b->roofs, r->decode_s / b->gen));
+        json_array_append_new(rows, row);
     }
     json_t *o =
         json_pack("{ss si si sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
                   "gen_tokens", b->gen, "read_bandwidth", b->read_bandwidth, "weight_bytes",
                   (json_int_t)b->weight_bytes, "memory", (json_int_t)b->memory, "rows", rows);
+    if (profile && b->has_ops) {
+        json_object_set_new(o, "roofs",
+                            json_pack("{sf sf}", "bytes_per_second", b->roofs.bytes,
+                                      "flops_per_second", b->roofs.flops));
+        json_object_set_new(o, "prefill_profile",
+                            profile_json(&b->prefill, &b->roofs, b->rows[b->n_rows - 1].prefill_s));
+    }
     return bg_print_json(stdout, o, JSON_INDENT(2));
 }
 
-static void print_ops(const char *what, const int64_t *ns)
+static void print_ops(const char *what, const bg_profile *p)
 {
     int64_t sum = 0;
     for (int k = 0; k < BG_OP_KINDS; k++)
-        sum += ns[k];
+        sum += p->ns[k];
     if (!sum) return;
     printf("\n%s, %.2f ms by op:\n", what, (double)sum * 1e-6);
     for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++)
-        if (ns[k])
-            printf("  %-14s %9.3f ms  %5.1f %%\n", bg_op_kind_name(k), (double)ns[k] * 1e-6,
-                   100.0 * (double)ns[k] / (double)sum);
+        if (p->ns[k])
+            printf("  %-14s %9.3f ms  %5.1f %%\n", bg_op_kind_name(k), (double)p->ns[k] * 1e-6,
+                   100.0 * (double)p->ns[k] / (double)sum);
 }
 
-static void print_text(const bg_bench *b, const bg_text_model *m)
+static void print_line(const char *name, const line *l, double whole_s)
+{
+    if (!l->calls) return;
+    printf("  %-14s %6lld %10.3f %6.1f %10.4f %9.1f %9.2f", name, (long long)l->calls, l->s * 1e3,
+           100 * l->s / whole_s, l->cost.bytes * 1e-9, l->cost.bytes / l->s * 1e-9,
+           l->cost.flops / l->s * 1e-12);
+    if (l->floor_s > 0 && l->s > 0)
+        printf(" %7.1f %%\n", 100 * l->floor_s / l->s);
+    else
+        puts("");
+}
+
+static void print_profile(const char *what, const bg_profile *p, const bg_cost *roofs,
+                          double whole_s)
+{
+    line ops[BG_OP_KINDS], groups[N_GROUPS];
+    const line all = sum_up(p, roofs, ops, groups);
+    printf("\n%s: %.3f ms as it runs; GEMM and attention at the roofs %.3f ms: %.1f %%\n", what,
+           whole_s * 1e3, all.floor_s * 1e3, 100 * all.floor_s / whole_s);
+    puts("  by op           calls         ms      %         GB      GB/s   TFLOP/s   of floor");
+    for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++)
+        print_line(bg_op_kind_name(k), &ops[k], whole_s);
+    puts("  by kind");
+    for (int g = 0; g < N_GROUPS; g++)
+        print_line(group_names[g], &groups[g], whole_s);
+    printf("  %-14s %6s %10.3f %6.1f%s\n", "gaps", "", (whole_s - all.s) * 1e3,
+           100 * (whole_s - all.s) / whole_s,
+           all.s > whole_s ? "  (ops overlap when they are not timed one by one)" : "");
+}
+
+static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     char w[32], mem[32];
     bg_format_bytes(b->weight_bytes, w, sizeof w);
@@ -52,13 +152,24 @@ static void print_text(const bg_bench *b, const bg_text_model *m)
                r->decode_rate, r->decode_s / b->gen * 1e3, 100 * r->floor_share, r->gmacs);
     }
     if (!b->has_ops) return;
-    char what[64];
-    snprintf(what, sizeof what, "prefill of %d x %d tokens", b->rows[b->n_rows - 1].batch,
-             b->prompt);
-    print_ops(what, b->prefill_ns);
+    char what[96];
+    const bg_bench_row *last = &b->rows[b->n_rows - 1];
+    if (profile)
+        printf("\nroofs: %.0f GB/s measured now%s", b->roofs.bytes * 1e-9,
+               b->roofs.flops > 0 ? "" : "; arithmetic not known\n");
+    if (profile && b->roofs.flops > 0) printf(", %.0f TFLOP/s\n", b->roofs.flops * 1e-12);
+    snprintf(what, sizeof what, "prefill of %d x %d tokens", last->batch, b->prompt);
+    if (profile)
+        print_profile(what, &b->prefill, &b->roofs, last->prefill_s);
+    else
+        print_ops(what, &b->prefill);
     for (int i = 0; i < b->n_rows; i++) {
-        snprintf(what, sizeof what, "decode step of batch %d", b->rows[i].batch);
-        print_ops(what, b->decode_ns[i]);
+        const bg_bench_row *r = &b->rows[i];
+        snprintf(what, sizeof what, "decode step of batch %d", r->batch);
+        if (profile)
+            print_profile(what, &b->decode[i], &b->roofs, r->decode_s / b->gen);
+        else
+            print_ops(what, &b->decode[i]);
     }
 }
 
@@ -71,9 +182,9 @@ int bg_cmd_bench(const bg_job *job)
     if (bg_text_model_open(&m, job, &err)) return bg_report_config(&err);
     bg_status st = bg_bench_run(&b, job, &m, &err);
     if (!st && job->json)
-        code = print_json(&b, &m);
+        code = print_json(&b, &m, job->profile);
     else if (!st)
-        print_text(&b, &m);
+        print_text(&b, &m, job->profile);
     bg_text_model_close(&m);
     return st ? bg_report(&err) : code;
 }

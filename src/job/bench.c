@@ -193,21 +193,45 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
     return st;
 }
 
+static void mean(bg_profile *p, int n)
+{
+    for (int k = 0; k < BG_OP_KINDS; k++) {
+        p->ns[k] /= n;
+        p->calls[k] /= n;
+        p->cost[k].bytes /= n;
+        p->cost[k].flops /= n;
+    }
+}
+
+/* Op by op, without graphs or steps ahead: where the time of row i goes. */
+static bg_status profile_row(bg_bench *b, rank *r, int i, bool whole, bg_error *err)
+{
+    const int batch = b->rows[i].batch, gen = whole || b->gen < 16 ? b->gen : 16;
+    bg_profile warm, prefilled;
+    bg_status st = BG_OK;
+    if (r->b->ops->op_begin) { /* kernels are brought to a GPU by their first launch */
+        st = seat_all(r, batch, b->prompt, err);
+        if (!st) st = prefill(r, batch, b->prompt, err);
+        if (!st) st = decode(r, batch, b->prompt, gen < 2 ? gen : 2, err);
+    }
+    r->b->profile = true;
+    bg_profile_take(r->b, &warm);
+    if (!st) st = seat_all(r, batch, b->prompt, err);
+    if (!st) st = prefill(r, batch, b->prompt, err);
+    bg_profile_take(r->b, &prefilled);
+    if (i == b->n_rows - 1) b->prefill = prefilled;
+    if (!st) st = decode(r, batch, b->prompt, gen, err);
+    bg_profile_take(r->b, &b->decode[i]);
+    mean(&b->decode[i], gen);
+    r->b->profile = false;
+    return st;
+}
+
 /* Once with op times (also warms caches), once without. */
-static bg_status measure(bg_bench *b, rank *r, int i, bg_error *err)
+static bg_status measure(bg_bench *b, rank *r, int i, bool whole, bg_error *err)
 {
     bg_bench_row *row = &b->rows[i];
-    int timed_gen = b->gen < 16 ? b->gen : 16;
-    r->b->profile = true;
-    bg_status st = seat_all(r, row->batch, b->prompt, err);
-    memset(r->b->op_ns, 0, sizeof r->b->op_ns);
-    if (!st) st = prefill(r, row->batch, b->prompt, err);
-    if (i == b->n_rows - 1) memcpy(b->prefill_ns, r->b->op_ns, sizeof b->prefill_ns);
-    memset(r->b->op_ns, 0, sizeof r->b->op_ns);
-    if (!st) st = decode(r, row->batch, b->prompt, timed_gen, err);
-    for (int k = 0; k < BG_OP_KINDS; k++)
-        b->decode_ns[i][k] = r->b->op_ns[k] / timed_gen;
-    r->b->profile = false;
+    bg_status st = profile_row(b, r, i, whole, err);
     if (!st) st = seat_all(r, row->batch, b->prompt, err);
     int64_t t0 = bg_now_ns();
     if (!st) st = prefill(r, row->batch, b->prompt, err);
@@ -224,8 +248,13 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
     rank r;
     bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
     b->has_ops = true;
+    b->roofs.bytes = b->read_bandwidth;
+    if (!st && r.b->ops->roofs) {
+        r.b->ops->roofs(r.b, &b->roofs);
+        b->read_bandwidth = b->roofs.bytes;
+    }
     for (int i = 0; !st && r.b && i < b->n_rows; i++)
-        st = measure(b, &r, i, err);
+        st = measure(b, &r, i, job->profile, err);
     if (r.b) b->memory = r.b->ops->memory(r.b);
     rank_close(&r);
     return st;
@@ -295,7 +324,7 @@ static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *
     bg_status st = bg_ranks_start(&ranks, &rc, &bg_rank_ops_model, NULL, err);
     if (!st) st = bg_ranks_wait_ready(ranks, NULL, NULL, NULL, err);
     const bg_engine_config ec = {.window = 4096,
-                                 .max_batched_tokens = (int)job->max_num_batched_tokens,
+                                 .max_batched_tokens = p->max_batched_tokens,
                                  .max_restarts = 1,
                                  .on_events = on_events,
                                  .ctx = &s};

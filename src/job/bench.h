@@ -17,10 +17,13 @@ typedef struct bg_bench_row {
 typedef struct bg_bench {
     int prompt, gen, n_rows;
     bg_bench_row rows[BG_BENCH_MAX];
-    double read_bandwidth; /* bytes/s of all threads together, measured in the same run */
+    double read_bandwidth; /* bytes/s, measured in the same run: all threads together; a GPU's
+                              copies */
     uint64_t weight_bytes, memory;
-    /* One rank: time by op of one prefill and one decode pass, in ns (separate, timed runs). */
-    int64_t prefill_ns[BG_OP_KINDS], decode_ns[BG_BENCH_MAX][BG_OP_KINDS];
+    /* One rank: separate, timed runs. Prefill of the last row's batch; of each row one decode step,
+     * as the mean of several. */
+    bg_profile prefill, decode[BG_BENCH_MAX];
+    bg_cost roofs; /* per second; flops 0: not known */
     bool has_ops;
 } bg_bench;
 

@@ -56,9 +56,10 @@ typedef struct bg_job {
     bg_strings stop;
     /* engine */
     int64_t tp, dp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
-    int64_t kv_cache_memory; /* bytes over all ranks; 0: automatic */
+    int64_t kv_cache_memory;       /* bytes over all ranks; 0: automatic */
+    double gpu_memory_utilization; /* share of a GPU's memory */
     int kv_cache_type, compute;
-    bool prefix_cache, check_ops, pin_threads;
+    bool prefix_cache, check_ops, pin_threads, eager;
     char *isa, *device;
     double hang_timeout; /* seconds; 0: automatic */
     /* input and output */
@@ -79,6 +80,7 @@ typedef struct bg_job {
     /* other commands */
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
+    bool profile;
     bool special, ids, bos;
     char *text;
     bg_strings fields;
@@ -149,9 +151,13 @@ typedef struct bg_memory_plan {
     int gpus[BG_MAX_RANKS]; /* the same of each rank, replica by replica */
     char device[128];       /* its name */
     int tp, dp;             /* ranks of a replica, replicas; numbers below are of one of each */
-    int threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks, max_step_tokens;
+    int threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks;
+    int max_batched_tokens; /* prompt tokens of a step */
+    int max_step_tokens;    /* rows of the largest step */
     bg_cache_type cache_type;
-    uint64_t weights[8], kv[8], activations[8]; /* bytes of each rank (the first 8) */
+    /* Bytes of each rank (the first 8), as its device stores them; activations: and all else. */
+    uint64_t weights[8], kv[8], activations[8];
+    uint64_t budget; /* GPU: what a rank may use of its device; 0: CPU */
     uint64_t kv_bytes_per_token;                /* all ranks of a replica */
     uint64_t total;                             /* of all replicas */
 } bg_memory_plan;

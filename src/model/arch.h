@@ -136,6 +136,7 @@ struct bg_model {
     bg_vec output_norm;
     bg_linear *head;
     int64_t *rank_rows; /* rows of the head on each rank */
+    bg_load_times load_times;
     float *freq[2];     /* of rope[0], rope[1] */
     bg_rope rope[2];    /* without and with a window */
     struct {

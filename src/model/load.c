@@ -23,14 +23,20 @@ static void progress(loader *ld, uint64_t bytes)
     if (ld->config->progress) ld->config->progress(ld->config->ctx, ld->done, total);
 }
 
-/* n values of a small tensor from `at` on, as floats; *out is the caller's. */
-static bg_status floats_of(const bg_tensor *t, int64_t at, int64_t n, float **out, bg_error *err)
+/* n values of a small tensor from `at` on, as floats; *out is the caller's. Of random weights all
+ * are `dummy`. */
+static bg_status floats_of(const loader *ld, const bg_tensor *t, int64_t at, int64_t n, float dummy,
+                           float **out, bg_error *err)
 {
     const int64_t len = t->ne[0] * t->ne[1];
     float *all = malloc((size_t)(len > n ? len : n) * sizeof *all + 1);
     *out = NULL;
     if (!all) return bg_fail(err, BG_NOMEM, "tensor %s: out of memory", t->cname);
-    bg_dequant_row(t->type, t->data, all, len);
+    if (ld->config->backend->dummy)
+        for (int64_t i = 0; i < len; i++)
+            all[i] = dummy;
+    else
+        bg_dequant_row(t->type, t->data, all, len);
     memmove(all, all + at, (size_t)n * sizeof *all);
     *out = all;
     return BG_OK;
@@ -41,7 +47,7 @@ static bg_status load_vec(loader *ld, bg_vec *v, bg_role r, int layer, bg_error 
     const bg_tensor *t = bg_role_tensor(ld->g, r, layer);
     float *host = NULL;
     if (!t) return BG_OK; /* optional, and v stays empty */
-    bg_status st = floats_of(t, 0, t->ne[0], &host, err);
+    bg_status st = floats_of(ld, t, 0, t->ne[0], 1, &host, err);
     if (!st) st = ld->m->b->ops->vec_new(ld->m->b, v, t->cname, host, t->ne[0], err);
     if (!st) progress(ld, t->bytes);
     free(host);
@@ -70,8 +76,8 @@ static void start(builder *b, const char *fmt, ...)
 }
 
 /* Adds rows [row0, row0 + rows.n) of t, where rows is this rank's range of the dimension. */
-static bg_status add_part(builder *b, const bg_tensor *t, int64_t row0, int64_t n_rows,
-                          bg_range cols, const bg_tensor *bias, bg_error *err)
+static bg_status add_part(const loader *ld, builder *b, const bg_tensor *t, int64_t row0,
+                          int64_t n_rows, bg_range cols, const bg_tensor *bias, bg_error *err)
 {
     const int i = b->spec.n_parts++;
     b->tensors[i] = t;
@@ -87,7 +93,7 @@ static bg_status add_part(builder *b, const bg_tensor *t, int64_t row0, int64_t 
         .n_cols = cols.n,
     };
     bg_status st = BG_OK;
-    if (bias && n_rows) st = floats_of(bias, row0, n_rows, &b->bias[i], err);
+    if (bias && n_rows) st = floats_of(ld, bias, row0, n_rows, 0, &b->bias[i], err);
     b->spec.parts[i].bias = b->bias[i];
     return st;
 }
@@ -103,7 +109,7 @@ static bg_status add_role(loader *ld, builder *b, bg_role r, bg_role bias_role, 
     const bg_tensor *bias = bias_role == N_ROLES ? NULL : bg_role_tensor(ld->g, bias_role, layer);
     /* Partial sums of all ranks are added: the bias belongs to one of them. */
     if (info->out == DIM_MODEL && s->rank > 0) bias = NULL;
-    return add_part(b, bg_role_tensor(ld->g, r, layer), rows.at, rows.n, cols, bias, err);
+    return add_part(ld, b, bg_role_tensor(ld->g, r, layer), rows.at, rows.n, cols, bias, err);
 }
 
 static bg_status finish(loader *ld, builder *b, bg_linear **l, bg_error *err)
@@ -145,7 +151,8 @@ static bg_status load_qkv(loader *ld, bg_layer *layer, int l, bg_error *err)
         int64_t at = 0;
         for (int i = 0; !st && i < 3; i++) {
             const bg_range rows = bg_shard_range(&ld->m->s, d, dims[i]);
-            st = add_part(&b, fused, at + rows.at, rows.n, (bg_range){0, d->d_model}, bias, err);
+            st =
+                add_part(ld, &b, fused, at + rows.at, rows.n, (bg_range){0, d->d_model}, bias, err);
             at += bg_dim_size(d, dims[i]);
         }
     } else {
@@ -190,7 +197,7 @@ static bg_status load_head(loader *ld, bg_error *err)
     const bg_tensor *bias =
         m->d.arch->may & ROLE(ROLE_OUTPUT_B) ? bg_role_tensor(ld->g, ROLE_OUTPUT_B, 0) : NULL;
     bg_status st =
-        add_part(&b, t, m->s.vocab0, m->s.n_vocab, (bg_range){0, m->d.d_model}, bias, err);
+        add_part(ld, &b, t, m->s.vocab0, m->s.n_vocab, (bg_range){0, m->d.d_model}, bias, err);
     if (!st) st = finish(ld, &b, &m->head, err);
     release(&b);
     if (st) return st;
@@ -242,7 +249,7 @@ static bg_status load_rope(loader *ld, bg_error *err)
     if (role != N_ROLES && !t)
         st = bg_fail(err, BG_FORMAT, "tensor %s is missing; rope.scaling.type longrope needs it",
                      bg_role_get(role)->name);
-    if (!st && t) st = floats_of(t, 0, t->ne[0], &factors, err);
+    if (!st && t) st = floats_of(ld, t, 0, t->ne[0], 1, &factors, err);
     for (int i = 0; !st && i < d->n_rot / 2; i++)
         if (factors && !(factors[i] > 0))
             st = bg_fail(err, BG_FORMAT, "tensor %s: factor %d is %g", t->cname, i, factors[i]);
@@ -273,6 +280,7 @@ static bg_status load_all(loader *ld, bg_error *err)
         st = load_layer(ld, l, err);
     if (!st) st = load_vec(ld, &m->output_norm, ROLE_OUTPUT_NORM, 0, err);
     if (!st) st = load_head(ld, err);
+    if (!st && ops->load_end) st = ops->load_end(m->b, &m->load_times, err);
     if (!st) st = bg_buffers_new(m, c->backend, err);
     const bg_cache_spec cache = {
         .n_layers = m->d.n_layers,
@@ -323,4 +331,9 @@ void bg_model_free(bg_model *m)
     free(m->freq[0]);
     free(m->freq[1]);
     free(m);
+}
+
+const bg_load_times *bg_model_load_times(const bg_model *m)
+{
+    return &m->load_times;
 }

@@ -76,6 +76,9 @@ bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int ran
 uint64_t bg_kv_bytes_per_token(const bg_desc *d, const bg_shard *s, bg_cache_type type);
 /* Bytes of activations (rough) for the backend's configuration. */
 uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c);
+/* The same on a GPU, logits included; tiled: linears' inputs are halves in tiles. */
+uint64_t bg_gpu_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c,
+                          bool tiled);
 /* Multiply-adds of one token's forward pass without attention, of the whole model. */
 uint64_t bg_macs_per_token(const bg_desc *d);
 
@@ -95,6 +98,8 @@ typedef struct bg_model_config {
 bg_status bg_model_load(bg_model **m, const bg_gguf *g, const bg_desc *d, bg_backend *b,
                         const bg_model_config *config, bg_error *err);
 void bg_model_free(bg_model *m);
+/* All zero on a backend that does not say. */
+const bg_load_times *bg_model_load_times(const bg_model *m);
 
 /* One forward pass of the step that bg_model_begin() announced; leaves logits on the backend. */
 bg_status bg_model_begin(bg_model *m, const bg_batch *batch, bg_error *err);

@@ -15,6 +15,7 @@ static void cuda_free(bg_backend *b)
 {
     bg_cuda *c = (bg_cuda *)b;
     if (c->stream) cudaStreamSynchronize(c->stream);
+    bg_cuda_load_free(c);
     for (size_t i = 0; i < c->n_memory; i++)
         cudaFree(c->memory[i]);
     free(c->memory);
@@ -46,6 +47,7 @@ static const bg_ops cuda_ops = {
     .vec_new = bg_cuda_vec_new,
     .linear_new = bg_cuda_linear_new,
     .embedding_new = bg_cuda_embedding_new,
+    .load_end = bg_cuda_load_end,
     .cache_new = bg_cuda_cache_new,
     .slot_seat = bg_cuda_slot_seat,
     .begin_step = bg_cuda_begin_step,
@@ -105,6 +107,9 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->config = *config;
     c->device = device;
     c->weights = config->compute == BG_COMPUTE_F32 ? BGK_F32 : BGK_F16;
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    c->tiled = major == 9 && config->compute == BG_COMPUTE_NATIVE;
     st = bg_cuda_done(err, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "stream");
     if (!st) st = bg_steps_init(&c->s, config, false, err);
     if (!st) st = bg_cuda_flights_new(c, err);

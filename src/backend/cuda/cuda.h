@@ -18,6 +18,7 @@ struct bg_linear {
     void *w; /* [n_rows, k_padded] */
     float *bias;
     int n_rows, k, k_padded;
+    bgk_weights tiles; /* tiled mode: instead of w and bias */
     uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
 };
 
@@ -119,6 +120,7 @@ typedef struct bg_cuda {
     struct bg_cuda_profile *profile; /* profile.c; NULL: nothing was timed yet */
     struct bg_cuda_comm *ranks;  /* comm.c: collectives; NULL: the only rank */
     struct bg_cuda_fault *fault; /* fault.c; NULL: none is asked for */
+    struct bg_cuda_loader *loader; /* load.c; NULL: nothing is being loaded */
 } bg_cuda;
 
 /* objects.c. What every file here uses: */
@@ -148,6 +150,17 @@ bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spe
                              bg_error *err);
 int64_t bg_cuda_linear_rows(const bg_linear *l);
 bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
+
+/* load.c */
+/* How many rows a piece has that the loader's memory is made for: a multiple of 64. up: with a. */
+int64_t bg_cuda_load_piece(const bg_linear_part *a, const bg_linear_part *up);
+/* Rows [row0, row0 + n) of a's share (and of up's, if not NULL) as the file has them, on the device,
+ * for kernels on c->stream; then bg_cuda_load_used() once these are enqueued. */
+bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
+                            int64_t row0, int64_t n, bgk_source out[2], bg_error *err);
+bg_status bg_cuda_load_used(bg_cuda *c, const char *what, bg_error *err);
+bg_status bg_cuda_load_end(bg_backend *b, bg_load_times *times, bg_error *err);
+void bg_cuda_load_free(bg_cuda *c);
 
 /* step.c */
 bg_status bg_cuda_step_new(bg_cuda *c, bg_error *err); /* once the cache is known */

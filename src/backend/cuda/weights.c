@@ -1,62 +1,40 @@
-/* Weights: linears and the embedding table, from GGUF blocks to what the kernels read. */
+/* Weights: linears and the embedding table, from GGUF blocks to what the kernels read: tiles, or
+ * plain matrices of half or float32. */
 #include "backend/cuda/cuda.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/f16.h"
 #include "gguf/gguf.h"
+#include "pack.h"
 
 static size_t weight_bytes(const bg_cuda *c)
 {
     return c->weights == BGK_F32 ? sizeof(float) : sizeof(uint16_t);
 }
 
-/* One row's values [0, n) from floats; what is behind, up to padded, becomes 0. */
-static void put_row(const bg_cuda *c, void *to, const float *from, int64_t n, int64_t padded)
+/* Rows of a part as values of c->weights, [n_rows, k_padded], zero beyond its columns. */
+static bg_status load_values(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
+                             bg_error *err)
 {
-    if (c->weights == BGK_F32) {
-        memcpy(to, from, (size_t)n * sizeof *from);
-        memset((float *)to + n, 0, (size_t)(padded - n) * sizeof *from);
-        return;
-    }
-    uint16_t *half = to;
-    for (int64_t i = 0; i < n; i++)
-        half[i] = bg_f32_to_f16(from[i]);
-    memset(half + n, 0, (size_t)(padded - n) * sizeof *half);
-}
-
-/* Dequantises rows [row0, row0 + n) of a matrix with k_total columns, of each the columns from col0
- * on, and copies them to the device in pieces. */
-static bg_status upload(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
-                        bg_error *err)
-{
-    enum { PIECE = 256 };
-    const size_t row_bytes = bg_qtype_row_bytes(p->type, p->k_total), size = weight_bytes(c);
-    float *values = malloc((size_t)p->k_total * sizeof *values);
-    char *piece = malloc(PIECE * (size_t)k_padded * size);
-    if (!values || !piece) {
-        free(values);
-        free(piece);
-        return bg_fail(err, BG_NOMEM, "%s: out of memory", p->name);
-    }
+    const int64_t piece = bg_cuda_load_piece(p, NULL);
     bg_status st = BG_OK;
-    for (int64_t r = 0; !st && r < p->n_rows; r += PIECE) {
-        const int64_t n = p->n_rows - r < PIECE ? p->n_rows - r : PIECE;
-        for (int64_t i = 0; i < n; i++) {
-            const char *from = (const char *)p->data + (size_t)(p->row0 + r + i) * row_bytes;
-            bg_dequant_row(p->type, from, values, p->k_total);
-            put_row(c, piece + (size_t)i * (size_t)k_padded * size, values + p->col0, p->n_cols,
-                    k_padded);
-        }
-        st = bg_cuda_put((char *)to + (size_t)r * (size_t)k_padded * size, piece,
-                         (size_t)n * (size_t)k_padded * size, p->name, err);
+    for (int64_t r = 0; !st && r < p->n_rows; r += piece) {
+        const int64_t n = p->n_rows - r < piece ? p->n_rows - r : piece;
+        bgk_source from[2];
+        st = bg_cuda_load_rows(c, p, NULL, r, n, from, err);
+        if (st) break;
+        st = bg_cuda_done(err,
+                          bgk_dequant((char *)to + (size_t)r * (size_t)k_padded * weight_bytes(c),
+                                      c->weights, from, (int)p->n_cols, k_padded, c->stream),
+                          p->name);
+        if (!st) st = bg_cuda_load_used(c, p->name, err);
     }
-    free(values);
-    free(piece);
     return st;
 }
+
+/* ---- plain ------------------------------------------------------------------------------------
+ */
 
 static bg_status upload_bias(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, bg_error *err)
 {
@@ -73,6 +51,169 @@ static bg_status upload_bias(bg_cuda *c, bg_linear *l, const bg_linear_spec *spe
     bg_status st = bg_cuda_take(c, &l->bias, (size_t)l->n_rows * sizeof *host, spec->name, err);
     if (!st) st = bg_cuda_put(l->bias, host, (size_t)l->n_rows * sizeof *host, spec->name, err);
     free(host);
+    return st;
+}
+
+static bg_status plain_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, bg_error *err)
+{
+    const size_t row_bytes = (size_t)l->k_padded * weight_bytes(c);
+    l->w_bytes = (uint64_t)l->n_rows * row_bytes;
+    bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
+    char *at = l->w;
+    for (int i = 0; !st && i < spec->n_parts; i++) {
+        if (l->k) st = load_values(c, at, &spec->parts[i], l->k_padded, err);
+        at += (size_t)spec->parts[i].n_rows * row_bytes;
+    }
+    if (!st) st = upload_bias(c, l, spec, err);
+    const int most =
+        c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
+    const size_t scratch = (size_t)most * (size_t)l->k_padded * sizeof(uint16_t);
+    if (!st && scratch > c->scratch_bytes) { /* a narrower one stays until the backend ends */
+        st = bg_cuda_take(c, &c->scratch, scratch, "scratch", err);
+        c->scratch_bytes = st ? 0 : scratch;
+    }
+    return st;
+}
+
+/* ---- tiled: bgk.h says how ----------------------------------------------------------------------
+ */
+
+enum { TILE = 64 };
+
+/* Parts that fill tiles together: one, or gate and up. */
+typedef struct group {
+    const bg_linear_part *rows, *up;
+    bgk_format format;
+    int64_t n_tiles, tile_bytes;
+} group;
+
+/* The format that both parts fit; values of other types come as float32. */
+static bgk_format format_of(const bg_linear_part *rows, const bg_linear_part *up)
+{
+    bgk_format a = bgk_format_of((int)rows->type), b = up ? bgk_format_of((int)up->type) : a;
+    if (a == b) return a == BGK_FORMATS ? BGK_W16 : a;
+    return a <= BGK_W5 && b <= BGK_W5 ? BGK_W5 : BGK_W16;
+}
+
+/* In how many parts K is summed: small linears leave most of the GPU idle otherwise. By the shape
+ * of the weights alone, as a result's bits depend on it. */
+static int splits_of(int64_t n_tiles, int64_t k)
+{
+    return n_tiles * TILE <= 6144 && k >= 2048 ? 2 : 1;
+}
+
+static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, float *row_scale,
+                            bg_error *err)
+{
+    const int64_t piece = bg_cuda_load_piece(g->rows, g->up), n_rows = g->rows->n_rows,
+                  tiles_each = g->up ? 2 : 1;
+    bg_status st = BG_OK;
+    for (int64_t r = 0; !st && r < n_rows; r += piece) {
+        const int64_t n = n_rows - r < piece ? n_rows - r : piece, tile = r / TILE * tiles_each;
+        bgk_source from[2];
+        st = bg_cuda_load_rows(c, g->rows, g->up, r, n, from, err);
+        if (st) break;
+        st = bg_cuda_done(err,
+                          bgk_repack(chunks + tile * g->tile_bytes, row_scale + tile * TILE,
+                                     g->format, from, g->up ? from + 1 : NULL, k, c->stream),
+                          g->rows->name);
+        if (!st) st = bg_cuda_load_used(c, g->rows->name, err);
+    }
+    return st;
+}
+
+/* Of row `row` of a group's tile, the bias; 0 where there is none. */
+static float bias_at(const group *g, int tile, int row)
+{
+    int source;
+    const int n = pack_row_of(g->up != NULL, tile, row, &source);
+    const bg_linear_part *p = source ? g->up : g->rows;
+    return p->bias && n < p->n_rows ? p->bias[n] : 0;
+}
+
+static int groups_of(const bg_linear_spec *spec, int k, group groups[4])
+{
+    const int n = spec->glu ? 1 : spec->n_parts;
+    for (int i = 0; i < n; i++) {
+        group *g = &groups[i];
+        *g = (group){.rows = &spec->parts[i], .up = spec->glu ? &spec->parts[1] : NULL};
+        g->format = format_of(g->rows, g->up);
+        g->n_tiles = (g->rows->n_rows + TILE - 1) / TILE * (g->up ? 2 : 1);
+        g->tile_bytes = (int64_t)((k + TILE - 1) / TILE) * bgk_chunk_bytes(g->format);
+    }
+    return n;
+}
+
+/* The table of tiles and the bias, both in the order of the tiles. */
+static bg_status tables(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, const group *groups,
+                        int n_groups, float **row_scale, bg_error *err)
+{
+    bgk_weights *t = &l->tiles;
+    const size_t n = (size_t)t->n_tiles;
+    bool any = false;
+    for (int i = 0; i < spec->n_parts; i++)
+        any = any || (spec->parts[i].bias && spec->parts[i].n_rows);
+    bgk_wtile *tiles = calloc(n + 1, sizeof *tiles), *at = tiles;
+    float *bias = calloc(n * TILE + 1, sizeof *bias), *b = bias;
+    bg_status st = tiles && bias ? BG_OK : bg_fail(err, BG_NOMEM, "%s: out of memory", spec->name);
+    const char *w = l->w;
+    int64_t out0 = 0;
+    for (int i = 0; !st && i < n_groups; i++) {
+        const group *g = &groups[i];
+        for (int64_t j = 0; j < g->n_tiles; j++, at++, w += g->tile_bytes) {
+            const int64_t left = g->rows->n_rows - j * TILE;
+            *at = (bgk_wtile){.w = w, .format = (int32_t)g->format, .n_rows = TILE};
+            if (!g->up) {
+                at->out0 = (int32_t)(out0 + j * TILE);
+                at->n_rows = (int32_t)(left < TILE ? left : TILE);
+            }
+            for (int r = 0; r < TILE; r++)
+                *b++ = bias_at(g, (int)j, r);
+        }
+        out0 += g->rows->n_rows;
+    }
+    bgk_wtile *to = NULL;
+    float *to_bias = NULL;
+    if (!st) st = bg_cuda_take(c, &to, n * sizeof *to, spec->name, err);
+    if (!st) st = bg_cuda_put(to, tiles, n * sizeof *to, spec->name, err);
+    if (!st) st = bg_cuda_take(c, row_scale, n * TILE * sizeof **row_scale, spec->name, err);
+    if (!st && any) st = bg_cuda_take(c, &to_bias, n * TILE * sizeof *bias, spec->name, err);
+    if (!st && any) st = bg_cuda_put(to_bias, bias, n * TILE * sizeof *bias, spec->name, err);
+    t->tiles = to;
+    t->row_scale = *row_scale;
+    t->bias = to_bias;
+    free(tiles);
+    free(bias);
+    return st;
+}
+
+static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, bg_error *err)
+{
+    group groups[4];
+    if (spec->glu && (spec->n_parts != 2 || spec->parts[0].n_rows != spec->parts[1].n_rows))
+        return bg_fail(err, BG_INTERNAL, "%s: gate and up are of different sizes", spec->name);
+    const int n_groups = groups_of(spec, l->k, groups);
+    int64_t n_tiles = 0;
+    for (int i = 0; i < n_groups; i++) {
+        n_tiles += groups[i].n_tiles;
+        l->w_bytes += (uint64_t)(groups[i].n_tiles * groups[i].tile_bytes);
+        if (groups[i].n_tiles) l->tiles.formats |= 1u << groups[i].format;
+    }
+    if (n_tiles > INT32_MAX / TILE)
+        return bg_fail(err, BG_ARG, "%s: %d rows are too many", spec->name, l->n_rows);
+    l->tiles.n_tiles = (int)n_tiles;
+    l->tiles.n_chunks = (l->k + TILE - 1) / TILE;
+    l->tiles.splits = splits_of(n_tiles, l->k);
+    l->tiles.n_ff = spec->glu ? (int)spec->parts[0].n_rows : 0;
+    float *row_scale = NULL;
+    bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
+    if (!st) st = tables(c, l, spec, groups, n_groups, &row_scale, err);
+    char *at = l->w;
+    for (int i = 0; !st && i < n_groups; i++) {
+        st = load_group(c, &groups[i], l->k, at, row_scale, err);
+        at += groups[i].n_tiles * groups[i].tile_bytes;
+        row_scale += groups[i].n_tiles * TILE;
+    }
     return st;
 }
 
@@ -103,23 +244,8 @@ bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spe
     l->n_rows = (int)rows;
     l->k = (int)k;
     l->k_padded = (int)((k + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD);
-    const size_t row_bytes = (size_t)l->k_padded * weight_bytes(c);
-    l->w_bytes = (uint64_t)rows * row_bytes;
-    l->n_weights = (uint64_t)(rows * k);
-    st = bg_cuda_take(c, &l->w, (size_t)rows * row_bytes, spec->name, err);
-    char *at = l->w;
-    for (int i = 0; !st && i < spec->n_parts; i++) {
-        if (k) st = upload(c, at, &spec->parts[i], l->k_padded, err);
-        at += (size_t)spec->parts[i].n_rows * row_bytes;
-    }
-    if (!st) st = upload_bias(c, l, spec, err);
-    const int most =
-        c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
-    const size_t scratch = (size_t)most * (size_t)l->k_padded * sizeof(uint16_t);
-    if (!st && scratch > c->scratch_bytes) { /* a narrower one stays until the backend ends */
-        st = bg_cuda_take(c, &c->scratch, scratch, "scratch", err);
-        c->scratch_bytes = st ? 0 : scratch;
-    }
+    l->n_weights = (uint64_t)rows * (uint64_t)k;
+    st = c->tiled ? tiled_linear(c, l, spec, err) : plain_linear(c, l, spec, err);
     if (!st) *out = l;
     return st;
 }
@@ -155,7 +281,7 @@ bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor
                                 .n_total = t->ne[1],
                                 .n_rows = t->ne[1],
                                 .n_cols = t->ne[0]};
-    if (!st) st = upload(c, table, &all, t->ne[0], err);
+    if (!st) st = load_values(c, table, &all, t->ne[0], err);
     *made = (bg_embedding){.data = table, .vocab = t->ne[1], .cols = t->ne[0]};
     if (!st) *e = made;
     return st;

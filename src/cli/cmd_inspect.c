@@ -90,7 +90,7 @@ static void print_types(const bg_gguf *g)
 
 static void print_plan(const bg_text_model *m, const bg_memory_plan *p)
 {
-    static const char *const cache[] = {"f16", "bf16", "f32"};
+    static const char *const cache[] = {"f16", "bf16", "f32", "q8"};
     const bg_desc *d = &m->desc;
     char a[32], b[32], c[32], t[32];
     printf("\nShape: %s, %d layers, d_model %d, d_ff %d, %d heads, %d KV heads of %d, vocabulary "
@@ -106,14 +106,17 @@ static void print_plan(const bg_text_model *m, const bg_memory_plan *p)
            a, cache[p->cache_type], p->n_blocks - 1, p->block_tokens,
            (long long)(p->n_blocks - 1) * p->block_tokens, p->max_model_len, p->max_num_seqs);
     bg_format_bytes(p->total, t, sizeof t);
-    printf("\nPlan for %d rank%s: %s at most\n", p->tp, p->tp > 1 ? "s" : "", t);
+    printf("\nPlan for %d rank%s on %s: %s at most", p->tp, p->tp > 1 ? "s" : "", p->device, t);
+    bg_format_bytes(p->budget, t, sizeof t);
+    if (p->gpu) printf(", a rank may use %s", t);
+    printf("; steps of up to %d prompt tokens\n", p->max_batched_tokens);
     puts("  rank   heads      KV heads   FFN columns      vocabulary rows      weights       KV    "
          "  rest");
     for (int r = 0; r < p->tp; r++) {
         bg_shard s;
         bg_error err = {0};
         if (bg_shard_plan(&s, d, m->gguf, r, p->tp, &err)) continue;
-        bg_format_bytes(s.weight_bytes, a, sizeof a);
+        bg_format_bytes(r < 8 ? p->weights[r] : s.weight_bytes, a, sizeof a);
         bg_format_bytes(r < 8 ? p->kv[r] : 0, b, sizeof b);
         bg_format_bytes(r < 8 ? p->activations[r] : 0, c, sizeof c);
         printf("  %4d   %3d+%-3d    %3d+%-3d    %6d+%-6d   %8lld+%-8lld %10s %9s %9s\n", r, s.head0,
@@ -138,13 +141,15 @@ static int print_json(const bg_text_model *m, const bg_memory_plan *p)
                                                (json_int_t)s.weight_bytes));
     }
     json_t *o = json_pack(
-        "{ss ss ss si si si si si si si si sI sI sI sI si si so}", "model", m->name, "arch",
-        d->arch_name, "fingerprint", m->fingerprint, "n_layers", d->n_layers, "d_model", d->d_model,
-        "d_ff", d->d_ff, "n_heads", d->n_heads, "n_kv_heads", d->n_kv_heads, "head_dim",
-        d->head_dim, "vocab_size", d->vocab_size, "n_ctx_train", d->n_ctx_train, "n_params",
-        (json_int_t)d->n_params, "weight_bytes", (json_int_t)d->weight_bytes, "kv_bytes_per_token",
-        (json_int_t)p->kv_bytes_per_token, "total_bytes", (json_int_t)p->total, "max_model_len",
-        p->max_model_len, "n_blocks", p->n_blocks, "ranks", ranks);
+        "{ss ss ss ss si si si si si si si si sI sI sI sI sI si si si si so}", "model", m->name,
+        "device", p->device, "arch", d->arch_name, "fingerprint", m->fingerprint, "n_layers",
+        d->n_layers, "d_model", d->d_model, "d_ff", d->d_ff, "n_heads", d->n_heads, "n_kv_heads",
+        d->n_kv_heads, "head_dim", d->head_dim, "vocab_size", d->vocab_size, "n_ctx_train",
+        d->n_ctx_train, "n_params", (json_int_t)d->n_params, "weight_bytes",
+        (json_int_t)d->weight_bytes, "kv_bytes_per_token", (json_int_t)p->kv_bytes_per_token,
+        "total_bytes", (json_int_t)p->total, "budget_bytes", (json_int_t)p->budget, "max_model_len",
+        p->max_model_len, "max_num_seqs", p->max_num_seqs, "max_num_batched_tokens",
+        p->max_batched_tokens, "n_blocks", p->n_blocks, "ranks", ranks);
     return bg_print_json(stdout, o, JSON_INDENT(2));
 }
 

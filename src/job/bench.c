@@ -71,6 +71,7 @@ typedef struct rank {
     int32_t *tokens;
     bg_seq_step *seqs;
     bg_sampled *out;
+    int n_under_way;
 } rank;
 
 static int32_t some_token(int i, int vocab)
@@ -78,17 +79,23 @@ static int32_t some_token(int i, int vocab)
     return (int32_t)(bg_mix64((uint64_t)i + 7) % (uint64_t)vocab);
 }
 
+/* Waits until no more than `left` steps are under way. */
+static bg_status fetch_down_to(rank *r, int left, bg_error *err)
+{
+    bg_status st = BG_OK;
+    for (int n; !st && r->n_under_way > left; r->n_under_way--)
+        st = bg_model_fetch(r->m, r->out, &n, err);
+    return st;
+}
+
+/* As in the engine: where steps can be under way, the next one starts before this one is done. */
 static bg_status step(rank *r, int n_seqs, bg_error *err)
 {
     const bg_batch batch = {.n_seqs = n_seqs, .seqs = r->seqs};
-    int n;
-    bg_status st = bg_model_begin(r->m, &batch, err);
-    if (!st) st = bg_model_forward(r->m, err);
-    if (!st && r->b->ops->n_out(r->b) > 0) {
-        st = bg_op_sample(r->b, err);
-        if (!st) st = bg_op_fetch(r->b, r->out, &n, err);
-    }
-    return st;
+    bg_status st = bg_model_step(r->m, &batch, err);
+    if (st) return st;
+    r->n_under_way++;
+    return fetch_down_to(r, r->b->ops->step && !r->b->profile ? BG_STEPS_AHEAD - 1 : 0, err);
 }
 
 static bg_status prefill(rank *r, int batch, int prompt, bg_error *err)
@@ -115,7 +122,7 @@ static bg_status prefill(rank *r, int batch, int prompt, bg_error *err)
         }
         st = step(r, n_seqs, err);
     }
-    return st;
+    return st ? st : fetch_down_to(r, 0, err);
 }
 
 static bg_status decode(rank *r, int batch, int prompt, int gen, bg_error *err)
@@ -131,7 +138,7 @@ static bg_status decode(rank *r, int batch, int prompt, int gen, bg_error *err)
                                        .sample = true};
         st = step(r, batch, err);
     }
-    return st;
+    return st ? st : fetch_down_to(r, 0, err);
 }
 
 static bg_status seat_all(rank *r, int batch, int prompt, bg_error *err)
@@ -177,6 +184,7 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                                   .n_threads = p->threads_per_rank,
                                   .first_cpu = job->pin_threads ? 0 : -1,
                                   .check = job->check_ops,
+                                  .eager = job->eager,
                                   .max_tokens = p->max_step_tokens,
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,
@@ -190,7 +198,7 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                                 .backend = &bc};
     bg_status st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
     if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
-    return st;
+    return st ? st : bg_model_prepare(r->m, err);
 }
 
 static void mean(bg_profile *p, int n)

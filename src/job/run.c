@@ -355,6 +355,7 @@ static bg_status summarise(run *r, bg_status st, bg_error *err)
     char failures[512] = "";
     bg_summary s = {.job = job,
                     .model = &r->p.model,
+                    .plan = &r->p.plan,
                     .outcome = r->outcome,
                     .failures = failures,
                     .run_ns = r->run_ns ? bg_now_ns() - r->run_ns : 0,
@@ -423,7 +424,7 @@ static bg_status start(run *r, bg_error *err)
     bg_status st = bg_collect_new(&r->collect, &cc, err);
     const bg_engine_config ec = {.prefix_cache = r->job->prefix_cache,
                                  .window = (int)r->job->window,
-                                 .max_batched_tokens = (int)r->job->max_num_batched_tokens,
+                                 .max_batched_tokens = r->p.plan.max_batched_tokens,
                                  .max_restarts = 3,
                                  .hang_ns = hang_ns(r),
                                  .eog = eog,
@@ -499,7 +500,9 @@ static void describe(const run *r)
     if (r->p.plan.dp > 1) snprintf(replicas, sizeof replicas, "%d replicas, ", r->p.plan.dp);
     uint64_t kv_all = r->p.plan.kv_bytes_per_token * (uint64_t)r->p.plan.block_tokens *
                       (uint64_t)r->p.plan.n_blocks * (uint64_t)r->p.plan.dp;
-    bg_format_bytes(r->p.model.desc.weight_bytes, w, sizeof w);
+    uint64_t weights = r->p.model.desc.weight_bytes;
+    if (r->p.plan.gpu && r->p.plan.tp == 1) weights = r->p.plan.weights[0];
+    bg_format_bytes(weights, w, sizeof w);
     bg_format_bytes(kv_all, kv, sizeof kv);
     fprintf(r->messages, "%s: %s, %s of weights, up to %s of KV cache, context %d, %d at a time, ",
             r->p.model.name, r->p.model.desc.arch_name, w, kv, r->p.plan.max_model_len,

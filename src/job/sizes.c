@@ -10,10 +10,11 @@
 #include "backend/device.h"
 #include "base/clock.h"
 #include "job/devices.h"
+#include "job/gpu_sizes.h"
 
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
-/* Beside weights, keys and values: the context, buffers; and what NCCL takes. */
-static const uint64_t GPU_RESERVE = UINT64_C(1) << 30, NCCL_RESERVE = UINT64_C(1) << 30;
+enum { CPU_SEQS = 64, CPU_TOKENS = 512, GPU_SEQS = 512, GPU_TOKENS = 8192 };
+static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 
 /* Memory a new process could take, as the kernel and the limit of addresses (ulimit -v) have it; 0
  * when they do not say. */
@@ -62,19 +63,19 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* On a GPU weights are half floats (float32 in proof mode), whatever the file has. */
-static uint64_t gpu_weight_bytes(const bg_job *job, const bg_text_model *m)
+/* What depends on the device when it was not asked for. */
+static void set_limits(bg_memory_plan *p, const bg_job *job, bool gpu)
 {
-    uint64_t values = 0;
-    for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
-        const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
-        values += (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
-    }
-    return values * (job->compute == BG_COMPUTE_F32 ? 4 : 2);
+    p->max_num_seqs = (int)(job->max_num_seqs ? job->max_num_seqs : gpu ? GPU_SEQS : CPU_SEQS);
+    p->max_batched_tokens = (int)(job->max_num_batched_tokens ? job->max_num_batched_tokens
+                                  : gpu                       ? GPU_TOKENS
+                                                              : CPU_TOKENS);
+    p->max_step_tokens =
+        p->max_batched_tokens > p->max_num_seqs ? p->max_batched_tokens : p->max_num_seqs;
 }
 
-/* Which device each rank gets: p->gpus, and *free_bytes of them for the keys and values of a replica
- * (0: it is the CPU). */
+/* Which device each rank gets: p->gpus, and *free_bytes of them for the keys and values of a
+ * replica (0: it is the CPU). */
 static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
                                const bg_shard *shards, uint64_t *free_bytes, bg_error *err)
 {
@@ -91,14 +92,18 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     if (st || (!n && choice.automatic)) return st;
     if (!n) return bg_fail(err, BG_ARG, "--device %s: %s", job->device, why);
 
-    uint64_t need[BG_MAX_RANKS], kv_sum = 0, kv_most = 0, shares = 0;
-    for (int r = 0; r < p->tp; r++)
-        shares += shards[r].weight_bytes;
+    uint64_t need[BG_MAX_RANKS], kv_sum = 0, kv_most = 0;
+    const bool tiled = bg_gpu_tiled(&list[0], (bg_compute)job->compute);
+    set_limits(p, job, true);
+    for (int i = 0; i < n; i++)
+        list[i].free_bytes = bg_gpu_budget(&list[i], job->gpu_memory_utilization);
     for (int r = 0; r < p->tp; r++) {
-        const double share = (double)shards[r].weight_bytes / (double)(shares ? shares : 1);
+        const bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, tiled);
         const uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
-        need[r] = (uint64_t)((double)gpu_weight_bytes(job, m) * share) + GPU_RESERVE +
-                  (p->tp > 1 ? NCCL_RESERVE : 0);
+        const uint64_t buffers = b.buffers + (p->tp > 1 ? NCCL_RESERVE : 0);
+        need[r] = b.weights + buffers;
+        if (r < 8) p->weights[r] = b.weights;
+        if (r < 8) p->activations[r] = buffers;
         kv_sum += kv;
         kv_most = kv > kv_most ? kv : kv_most;
     }
@@ -115,10 +120,27 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     else
         snprintf(p->device, sizeof p->device, "%d ranks on %s%s", ranks, list[dp.gpus[0]].name,
                  dp.shared == ranks ? "" : " and others");
+    p->budget = list[dp.gpus[0]].free_bytes / (uint64_t)dp.shared;
     /* The rank with the most keys and values sets how many fit. */
-    *free_bytes = (uint64_t)((double)dp.free_bytes * 0.9 * (double)kv_sum /
-                             (double)(kv_most ? kv_most : 1));
+    *free_bytes =
+        (uint64_t)((double)dp.free_bytes * (double)kv_sum / (double)(kv_most ? kv_most : 1));
     return BG_OK;
+}
+
+static bg_status too_small(const bg_memory_plan *p, const bg_job *job, const char *need,
+                           const char *have, bg_error *err)
+{
+    char budget[32], weights[32], rest[32];
+    bg_format_bytes(p->budget, budget, sizeof budget);
+    bg_format_bytes(p->weights[0], weights, sizeof weights);
+    bg_format_bytes(p->activations[0], rest, sizeof rest);
+    return bg_fail(err, BG_ARG,
+                   "one sequence of %d tokens needs %s of KV cache and there are %s: of the GPU's "
+                   "memory %s may be used (--gpu-memory-utilization %g, and what is free), weights "
+                   "take %s, buffers %s; lower --max-model-len, --max-num-seqs or "
+                   "--max-num-batched-tokens%s",
+                   p->max_model_len, need, have, budget, job->gpu_memory_utilization, weights, rest,
+                   job->kv_cache_memory ? ", or raise --kv-cache-memory" : "");
 }
 
 static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_bytes, bg_error *err)
@@ -131,9 +153,18 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_byte
     if (job->kv_cache_memory) {
         blocks = least(job->kv_cache_memory / p->dp / per_block, wanted);
         bg_format_bytes((uint64_t)job->kv_cache_memory, have, sizeof have);
+        bg_format_bytes(gpu_bytes * (uint64_t)p->dp, need, sizeof need);
+        if (p->gpu && (uint64_t)(job->kv_cache_memory / p->dp) > gpu_bytes)
+            return bg_fail(
+                err, BG_ARG,
+                "--kv-cache-memory: %s, and %s are left beside weights and buffers (with "
+                "--gpu-memory-utilization %g)",
+                have, need, job->gpu_memory_utilization);
     } else {
-        uint64_t free_bytes = gpu_bytes ? gpu_bytes : available_memory() / 4 / (uint64_t)p->dp;
-        blocks = free_bytes ? least((int64_t)free_bytes / per_block, wanted) : wanted;
+        uint64_t free_bytes = p->gpu ? gpu_bytes : available_memory() / 4 / (uint64_t)p->dp;
+        /* A GPU's memory is there to be used: what no running sequence needs keeps prefixes. */
+        if (p->gpu) wanted *= 2;
+        blocks = free_bytes || p->gpu ? least((int64_t)free_bytes / per_block, wanted) : wanted;
         bg_format_bytes(free_bytes, have, sizeof have);
     }
     blocks = least(blocks, 1 << 24);
@@ -141,6 +172,8 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_byte
     if (blocks < per_seq && job->max_model_len == 0 && !job->kv_cache_memory && blocks >= 1) {
         /* The context was not asked for: take what memory allows. */
         p->max_model_len = (int)(blocks * p->block_tokens);
+    } else if (blocks < per_seq && p->gpu) {
+        return too_small(p, job, need, have, err);
     } else if (blocks < per_seq) {
         return bg_fail(err, BG_ARG,
                        "one sequence of %d tokens needs %s of KV cache and there are %s: lower "
@@ -164,12 +197,11 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
         return bg_fail(err, BG_ARG, "--tp %d --dp %d: %d ranks, %d at most", p->tp, p->dp, ranks,
                        BG_MAX_RANKS);
     p->threads_per_rank = (int)(threads / ranks > 0 ? threads / ranks : 1);
-    p->max_num_seqs = (int)job->max_num_seqs;
+    if (job->max_num_batched_tokens && job->max_num_batched_tokens < 16)
+        return bg_fail(err, BG_ARG, "--max-num-batched-tokens: %lld is outside 16 to 65536",
+                       (long long)job->max_num_batched_tokens);
     p->block_tokens = (int)job->block_size;
     p->max_model_len = (int)(job->max_model_len ? job->max_model_len : m->desc.n_ctx_train);
-    p->max_step_tokens =
-        (int)(job->max_num_batched_tokens > job->max_num_seqs ? job->max_num_batched_tokens
-                                                              : job->max_num_seqs);
     p->cache_type = cache_type(job);
     bg_shard shards[BG_MAX_RANKS] = {0};
     for (int r = 0; r < p->tp; r++) {
@@ -179,6 +211,7 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     }
     uint64_t gpu_bytes;
     bg_status st = choose_device(p, job, m, shards, &gpu_bytes, err);
+    if (!st) set_limits(p, job, p->gpu != 0);
     if (!st) st = plan_kv(p, job, gpu_bytes, err);
     if (st) return st;
     const bg_backend_config bc = {.max_tokens = p->max_step_tokens,
@@ -189,18 +222,18 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     for (int r = 0; r < p->tp; r++) {
         uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type) *
                       (uint64_t)p->block_tokens * (uint64_t)p->n_blocks;
-        uint64_t acts = bg_act_bytes(&m->desc, &shards[r], &bc) + RANK_OVERHEAD;
-        p->total += (shards[r].weight_bytes + kv + acts) * (uint64_t)p->dp;
-        if (r >= 8) continue;
-        p->weights[r] = shards[r].weight_bytes;
-        p->kv[r] = kv;
-        p->activations[r] = acts;
+        const int at = r < 8 ? r : 7;
+        if (!p->gpu) {
+            p->weights[at] = shards[r].weight_bytes;
+            p->activations[at] = bg_act_bytes(&m->desc, &shards[r], &bc) + RANK_OVERHEAD;
+        }
+        p->total += (p->weights[at] + kv + p->activations[at]) * (uint64_t)p->dp;
+        p->kv[at] = kv;
     }
     return BG_OK;
 }
 
-void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p,
-                         int replica)
+void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_plan *p, int replica)
 {
     *c = (bg_rank_config){.model_path = job->model,
                           .tp = p->tp,
@@ -210,6 +243,7 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
                           .threads_per_rank = p->threads_per_rank,
                           .pin_threads = job->pin_threads,
                           .check = job->check_ops,
+                          .eager = job->eager,
                           .isa = job->isa,
                           .n_blocks = p->n_blocks,
                           .block_tokens = p->block_tokens,

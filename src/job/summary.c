@@ -19,6 +19,14 @@ static double rate(uint64_t n, int64_t ns)
     return ns > 0 ? (double)n / ((double)ns * 1e-9) : 0;
 }
 
+static uint64_t sum(const uint64_t v[8], const bg_memory_plan *p)
+{
+    uint64_t all = 0;
+    for (int i = 0; i < p->tp && i < 8; i++)
+        all += v[i];
+    return all * (uint64_t)p->dp;
+}
+
 char *bg_summary_json(const bg_summary *s)
 {
     const bg_outcome *o = s->outcome;
@@ -50,6 +58,11 @@ char *bg_summary_json(const bg_summary *s)
                   "file_bytes", (json_int_t)s->file_bytes, "commits", (json_int_t)s->commits,
                   "commit_ms", (double)s->commit_ns * 1e-6, "commit_cpu_ms",
                   (double)s->commit_cpu_ns * 1e-6),
+        json_pack("{s{ss sI sI sI si si}}", "device", "name", s->plan->device, "weight_bytes",
+                  (json_int_t)sum(s->plan->weights, s->plan), "kv_cache_bytes",
+                  (json_int_t)sum(s->plan->kv, s->plan), "other_bytes",
+                  (json_int_t)sum(s->plan->activations, s->plan), "max_model_len",
+                  s->plan->max_model_len, "max_num_seqs", s->plan->max_num_seqs),
         json_pack("{ss ss ss so}", "model", s->model->name ? s->model->name : "",
                   "system_fingerprint", s->model->fingerprint, "failures", s->failures, "error",
                   bg_json_name(s->error))};

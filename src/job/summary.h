@@ -8,6 +8,7 @@
 typedef struct bg_summary {
     const bg_job *job;
     const bg_text_model *model; /* all zero when it was not read */
+    const bg_memory_plan *plan; /* all zero when it was not made */
     const bg_outcome *outcome;
     bg_engine_stats engine;
     const bg_collect_counts *counts; /* NULL: nothing ran */

@@ -65,3 +65,24 @@ uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_conf
         values += (uint64_t)list[i].rows * (uint64_t)list[i].cols;
     return values * sizeof(float);
 }
+
+uint64_t bg_gpu_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c,
+                          bool tiled)
+{
+    buffer list[N_BUFFERS];
+    uint64_t bytes = (uint64_t)c->max_out * (uint64_t)d->vocab_size * sizeof(float);
+    uint64_t widest = 0;
+    plan_buffers(list, d, s, c);
+    for (int i = 0; i < N_BUFFERS; i++) {
+        uint64_t rows = (uint64_t)list[i].rows, cols = (uint64_t)list[i].cols;
+        if (list[i].use == GATE_UP && tiled) continue;
+        if (list[i].use == INPUT && tiled) { /* halves in whole tiles */
+            rows = (rows + 255) / 256 * 256;
+            cols = (cols + 63) / 64 * 64 / 2;
+        }
+        bytes += rows * cols * sizeof(float);
+        if (list[i].use == INPUT && cols > widest) widest = cols;
+    }
+    /* Else linears round their input to halves, in memory of their own. */
+    return tiled ? bytes : bytes + (uint64_t)c->max_tokens * (widest + 64) * 2;
+}

@@ -66,7 +66,7 @@ Test(options, defaults)
     bg_error e = {0};
     cr_assert_eq(resolve(&j, &e, BG_CMD_RUN, no_env, ""), BG_OK);
     cr_expect_eq(j.temperature, 1);
-    cr_expect_eq(j.max_num_seqs, 64);
+    cr_expect_eq(j.max_num_seqs, 0); /* automatic */
     cr_expect(j.prefix_cache);
     cr_expect_eq(j.max_line, 64 << 20);
     cr_expect_null(j.model);
@@ -90,7 +90,7 @@ Test(options, what_is_refused)
         {"--batch 1", "no such"},
         {"--quiet=maybe", "neither"},
         {"--seed -1", "outside"},
-        {"--max-num-seqs 0", "outside"},
+        {"--max-num-seqs -1", "outside"},
         {"--no-quiet=true", "no value"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

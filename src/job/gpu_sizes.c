@@ -1,0 +1,110 @@
+#include "job/gpu_sizes.h"
+
+#include <string.h>
+
+/* Kernels' code and printf buffers, parts of softmaxes, small vectors, what allocations are rounded
+ * up by. */
+static const uint64_t WORKSPACE = UINT64_C(384) << 20;
+/* What the driver may still take, when all that is free may be used. */
+static const uint64_t LEFT_FREE = UINT64_C(256) << 20;
+enum {
+    GRAPHS = 16,               /* decode steps of so many sizes */
+    LAUNCHES = 12,             /* of a layer */
+    LAUNCH_BYTES = 2048,       /* of one in a graph, on the device */
+    SAMPLED_BYTES = 1200 + 72, /* of a row: results, settings */
+};
+
+/* Bytes of a chunk of 64 rows and 64 columns in the backend's tiles (kernels/bgk.h). */
+static uint64_t chunk_bytes(uint32_t type)
+{
+    switch (type) {
+    case BG_Q4_0:
+    case BG_Q4_1:
+    case BG_Q4_K:
+        return 2560;
+    case BG_Q5_0:
+    case BG_Q5_1:
+    case BG_Q5_K:
+        return 3072;
+    case BG_Q3_K:
+    case BG_Q6_K:
+        return 3584;
+    case BG_Q8_0:
+    case BG_IQ4_NL:
+    case BG_IQ4_XS:
+    case BG_MXFP4:
+        return 4352;
+    default:
+        return 8192;
+    }
+}
+
+static uint64_t padded(uint64_t n, uint64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static uint64_t matrix_bytes(const bg_tensor *t, bg_compute compute, bool tiled)
+{
+    const uint64_t k = (uint64_t)t->ne[0];
+    const uint64_t rows = (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
+    if (tiled) return padded(rows, 64) / 64 * (padded(k, 64) / 64) * chunk_bytes(t->type);
+    return rows * padded(k, 64) * (compute == BG_COMPUTE_F32 ? 4 : 2);
+}
+
+/* Of the whole model, without the table of embeddings, which every rank has. */
+static uint64_t linear_bytes(const bg_text_model *m, bg_compute compute, bool tiled,
+                             uint64_t *embedding)
+{
+    uint64_t sum = 0;
+    *embedding = 0;
+    for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
+        const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
+        const bool table = strcmp(t->cname, "token_embd.weight") == 0;
+        if (table)
+            *embedding =
+                (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (compute == BG_COMPUTE_F32 ? 4 : 2);
+        if (table && !m->desc.tied) continue;
+        sum += t->n_dims > 1 ? matrix_bytes(t, compute, tiled) : (uint64_t)t->ne[0] * 4;
+    }
+    return sum;
+}
+
+bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s,
+                          bg_compute compute, bool tiled)
+{
+    const bg_backend_config bc = {.max_tokens = p->max_step_tokens,
+                                  .max_seqs = p->max_num_seqs,
+                                  .max_out = p->max_num_seqs,
+                                  .max_ctx = p->max_model_len,
+                                  .vocab_size = m->desc.vocab_size};
+    const uint64_t rows = (uint64_t)p->max_step_tokens, seqs = (uint64_t)p->max_num_seqs;
+    const uint64_t ctx = (uint64_t)p->max_model_len, vocab = (uint64_t)m->desc.vocab_size;
+    const uint64_t tables = seqs * (ctx / (uint64_t)p->block_tokens + 1);
+    const double share =
+        m->desc.weight_bytes ? (double)s->weight_bytes / (double)m->desc.weight_bytes : 1.0 / p->tp;
+    uint64_t embedding;
+    const uint64_t linears = linear_bytes(m, compute, tiled, &embedding);
+    bg_gpu_bytes b = {0};
+    /* The share of a rank counts the embeddings too: a little too much, never too little. */
+    b.weights = (uint64_t)((double)linears * (p->tp > 1 ? share : 1)) + embedding;
+    b.buffers = bg_gpu_act_bytes(&m->desc, s, &bc, tiled);
+    b.buffers += seqs * (ctx + 1) * 4;                /* histories */
+    b.buffers += (3 * rows + 16 * seqs + tables) * 4; /* the step */
+    b.buffers += seqs * (vocab / 64 + SAMPLED_BYTES);
+    b.buffers += (uint64_t)GRAPHS * LAUNCHES * LAUNCH_BYTES * (uint64_t)m->desc.n_layers;
+    b.buffers += WORKSPACE;
+    return b;
+}
+
+bool bg_gpu_tiled(const bg_gpu *g, bg_compute compute)
+{
+    return compute == BG_COMPUTE_NATIVE && g->capability / 10 == 9;
+}
+
+uint64_t bg_gpu_budget(const bg_gpu *g, double utilization)
+{
+    const uint64_t share = (uint64_t)((double)g->total_bytes * utilization);
+    const uint64_t left = g->free_bytes > LEFT_FREE ? g->free_bytes - LEFT_FREE : 0;
+    return share < left ? share : left;
+}

@@ -349,6 +349,21 @@ size_t bgk_sample_scratch(int max_rows, int vocab);
 /* A token for each row; what it is depends on the row's logits, settings and history alone. */
 cudaError_t bgk_sample(const bgk_sample_args *a, cudaStream_t stream);
 
+/* ---- comm.cu: around collectives ---------------------------------------------------------------- */
+
+enum { BGK_MAX_RANKS = 64 };
+/* out[i] = parts[i] + parts[part + i] + parts[2 part + i] + ... over n_ranks parts, i < n. part >= n.
+ * out may be one of the parts (element i is read and written by one thread). */
+cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ranks, int64_t n,
+                          cudaStream_t stream);
+/* out[t, start_r + j] = in[r][t][j] for j < widths[r] (host), start_r the sum of the widths before;
+ * in: [n_ranks, rows, shard_cols]. */
+cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
+                             const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
+/* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
+ * until *never is not 0. */
+cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);
+
 #ifdef __cplusplus
 }
 #endif

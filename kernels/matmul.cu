@@ -1,0 +1,608 @@
+/* kernels/matmul.cu - out = x W^T for quantised weights on Hopper's tensor cores: one kernel for
+ * every number of tokens, from one to a whole prefill step.
+ *
+ *   what      weights are the A operand of wgmma, made in registers from their quants (bgk.h says
+ * how a tile lies in memory): mask, and one half2 FMA with scale and min; tokens are N, from shared
+ * memory. A warpgroup owns 64 rows and N tokens; WGS of them share the tokens of a block. One more
+ * warp brings both operands by bulk copies through a ring of stages. requires  bgk.h; sm_90a
+ * (elsewhere the launcher says cudaErrorNotSupported) launch    a block is 32 + 128 WGS threads;
+ * blocks go over their tiles by themselves (splits 1), or form clusters of `splits` that sum a part
+ * of K each; up to 227 KB of dynamic shared memory; programmatic: weights are on their way before
+ * the kernel before has ended; graph-capturable order     one chain over K in steps of 16 within
+ * each of `splits` equal parts, then the parts in order: the number of tokens, N and WGS change no
+ * bit traffic   weights once per token tile, tokens once per row tile proof tests/gpu/test_matmul.c
+ */
+#include <cuda_fp16.h>
+
+#include "bgk.h"
+#include "launch.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+namespace
+{
+
+constexpr int MAX_STAGES = 8, GROUP = 8;
+constexpr int MOST_SHARED = 227 * 1024;
+
+struct args {
+    const bgk_wtile *tiles;
+    const float *row_scale, *bias;
+    const __half *x;
+    int64_t x_stride;
+    void *out;
+    int64_t out_stride;
+    int n_tiles, n_chunks, splits, tokens;
+    int n_ff; /* 0: rows of floats */
+    bgk_act fn;
+    int stages, stage_bytes, w_stride; /* w_stride: of one warpgroup's weights in a stage */
+    int row_blocks, token_blocks;
+};
+
+__host__ __device__ constexpr int chunk_bytes(int format)
+{
+    return format == BGK_W4   ? 2560
+           : format == BGK_W5 ? 3072
+           : format == BGK_W6 ? 3584
+           : format == BGK_W8 ? 4352
+                              : 8192;
+}
+
+/* Which tile a block works on: token tiles in groups of GROUP, so that blocks at work at the same
+ * time share weights and tokens in L2. */
+struct place {
+    int row, token;
+};
+
+__device__ place place_of(const args &a, int i)
+{
+    const int per = GROUP * a.row_blocks, group = i / per, at = i % per;
+    const int width = min(GROUP, a.token_blocks - group * GROUP);
+    return {at / width, group * GROUP + at % width};
+}
+
+__device__ uint32_t hfma2(uint32_t q, uint32_t s, uint32_t m)
+{
+    const __half2 v = __hfma2(*(const __half2 *)&q, *(const __half2 *)&s, *(const __half2 *)&m);
+    return *(const uint32_t *)&v;
+}
+
+__device__ uint32_t hmul2(uint32_t a, uint32_t b)
+{
+    const __half2 v = __hmul2(*(const __half2 *)&a, *(const __half2 *)&b);
+    return *(const uint32_t *)&v;
+}
+
+__device__ uint4 shared16(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
+
+__device__ uint2 shared8(uint32_t at)
+{
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+
+__device__ uint32_t shared4(uint32_t at)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+/* A chunk of 64 columns of the warpgroup's 64 rows as four A operands. `at`: the chunk in shared
+ * memory, t: the thread's number in its warpgroup. */
+template <bgk_format F> __device__ void dequantise(uint32_t (&a)[4][4], uint32_t at, int t)
+{
+    const int pair = t / 32 * 8 + t % 32 / 4;
+    if constexpr (F == BGK_W4 || F == BGK_W5) {
+        const uint4 q = shared16(at + 16 * t), sm = shared16(at + 2048 + 16 * pair);
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+        const uint32_t fifth = F == BGK_W5 ? shared4(at + 2560 + 4 * t) : 0;
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            uint32_t r0 = word[s] & 0x000f000f, r1 = word[s] & 0x00f000f0;
+            uint32_t r2 = word[s] >> 8 & 0x000f000f, r3 = word[s] >> 8 & 0x00f000f0;
+            if (F == BGK_W5) {
+                r0 |= fifth >> s & 0x00100010;
+                r1 |= fifth >> s & 0x01000100;
+                r2 |= fifth << (4 - s) & 0x00100010;
+                r3 |= fifth >> (4 + s) & 0x01000100;
+            }
+            a[s][0] = hfma2(r0, sm.x, sm.y);
+            a[s][1] = hfma2(r1, sm.z, sm.w);
+            a[s][2] = hfma2(r2, sm.x, sm.y);
+            a[s][3] = hfma2(r3, sm.z, sm.w);
+        }
+    } else if constexpr (F == BGK_W6) {
+        const uint4 q = shared16(at + 16 * t), sc = shared16(at + 2048 + 16 * pair);
+        const uint2 upper = shared8(at + 2560 + 8 * t);
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+        /* -32 as a half subnormal: r0's quants count 2^-24, r1's 2^-20 */
+        const uint32_t low = 0x80208020, high = 0x82008200;
+        const uint32_t s0[2] = {sc.x, sc.y}, s1[2] = {sc.z, sc.w};
+        const uint32_t m0[2] = {hmul2(sc.x, low), hmul2(sc.y, low)};
+        const uint32_t m1[2] = {hmul2(sc.z, high), hmul2(sc.w, high)};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint32_t u = s < 2 ? upper.x : upper.y;
+            const int e = s % 2 * 2;
+            a[s][0] = hfma2((word[s] & 0x000f000f) | (u >> e & 0x00300030), s0[s / 2], m0[s / 2]);
+            a[s][1] = hfma2((word[s] & 0x00f000f0) | (u >> e & 0x03000300), s1[s / 2], m1[s / 2]);
+            a[s][2] = hfma2((word[s] >> 8 & 0x000f000f) | (u << (4 - e) & 0x00300030), s0[s / 2],
+                            m0[s / 2]);
+            a[s][3] = hfma2((word[s] >> 8 & 0x00f000f0) | (u >> (4 + e) & 0x03000300), s1[s / 2],
+                            m1[s / 2]);
+        }
+    } else if constexpr (F == BGK_W8) {
+        const uint4 lo = shared16(at + 16 * t), hi = shared16(at + 2048 + 16 * t);
+        const uint2 sc = shared8(at + 4096 + 8 * pair);
+        const uint32_t word[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+        const uint32_t offset = 0x80808080; /* -128 x 2^-24 twice */
+        const uint32_t m0 = hmul2(sc.x, offset), m1 = hmul2(sc.y, offset);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            a[s][0] = hfma2(word[2 * s] & 0x00ff00ff, sc.x, m0);
+            a[s][1] = hfma2(word[2 * s] >> 8 & 0x00ff00ff, sc.y, m1);
+            a[s][2] = hfma2(word[2 * s + 1] & 0x00ff00ff, sc.x, m0);
+            a[s][3] = hfma2(word[2 * s + 1] >> 8 & 0x00ff00ff, sc.y, m1);
+        }
+    } else {
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint4 v = shared16(at + 2048 * s + 16 * t);
+            a[s][0] = v.x;
+            a[s][1] = v.y;
+            a[s][2] = v.z;
+            a[s][3] = v.w;
+        }
+    }
+}
+
+/* The ring as one side sees it. */
+struct ring {
+    uint32_t full, empty, data; /* shared addresses */
+    int stage, phase;
+    __device__ void next(int stages)
+    {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+/* acc += the warpgroup's RB tiles of 64 rows by N tokens, over chunks [0, n) of the ring. */
+template <bgk_format F, int N, int RB, int SC>
+__device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
+                                         int group, int t)
+{
+    static_assert(SC * RB % 2 == 0, "operands alternate between two sets of registers");
+    constexpr int BYTES = chunk_bytes(F);
+    uint32_t w[2][4][4];
+    uint32_t last = 0; /* the stage before this one, still to be given back */
+    int c0 = 0;
+    for (; c0 + SC <= n; c0 += SC) {
+        mbar_wait(r.full + 8 * r.stage, r.phase);
+        const uint32_t x = r.data + r.stage * a.stage_bytes;
+        const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
+#pragma unroll
+        for (int i = 0; i < SC * RB; i++) {
+            const int c = i / RB, b = i % RB;
+            dequantise<F>(w[i % 2], q + b * a.w_stride + c * BYTES, t);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                wgmma_half<N>(acc[b], w[i % 2][s], wgmma_desc(x + c * N * 128 + s * 32));
+            wgmma_commit();
+            wgmma_wait<1>(); /* what went before is done: its registers and its stage are free */
+            if (i == 0 && last && t % 32 == 0) mbar_arrive(last);
+        }
+        last = r.empty + 8 * r.stage;
+        r.next(a.stages);
+    }
+    wgmma_wait<0>();
+    if (last && t % 32 == 0) mbar_arrive(last);
+    if (c0 == n) return;
+    /* The rest, less than a stage, one chunk after another. */
+    mbar_wait(r.full + 8 * r.stage, r.phase);
+    const uint32_t x = r.data + r.stage * a.stage_bytes;
+    const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
+#pragma unroll 1
+    for (int c = 0; c0 + c < n; c++)
+#pragma unroll
+        for (int b = 0; b < RB; b++) {
+            dequantise<F>(w[0], q + b * a.w_stride + c * BYTES, t);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                wgmma_half<N>(acc[b], w[0][s], wgmma_desc(x + c * N * 128 + s * 32));
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+    if (t % 32 == 0) mbar_arrive(r.empty + 8 * r.stage);
+    r.next(a.stages);
+}
+
+__device__ float activate(float v, bgk_act fn)
+{
+    if (fn == BGK_SILU) return v / (1.0f + expf(-v));
+    if (fn == BGK_GELU_ERF) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+    return 0.5f * v * (1.0f + tanhf(0.79788456f * v * (1.0f + 0.044715f * v * v)));
+}
+
+/* What a thread needs to write its two rows r0, r1 of a tile. */
+struct rows {
+    float s0, s1, b0, b1;
+    int tile, t0, out0, n_rows;
+};
+
+__device__ rows rows_of(const args &a, int tile, int t0, int t)
+{
+    const int r0 = t / 32 * 16 + t % 32 / 4, r1 = r0 + 8;
+    const float *scale = a.row_scale + tile * 64, *bias = a.bias ? a.bias + tile * 64 : nullptr;
+    const bgk_wtile info = a.tiles[tile];
+    return {scale[r0], scale[r1],  bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f, tile, t0,
+            info.out0, info.n_rows};
+}
+
+/* d: sums of rows r0, r0, r1, r1 for tokens t0 + 8 j + 2 (lane % 4) + 0, 1, 0, 1. */
+__device__ void write(const float (&d)[4], const args &a, const rows &r, int j, int t)
+{
+    const int w = t / 32, lane = t % 32, q = lane / 4;
+    const int token = r.t0 + 8 * j + 2 * (lane % 4);
+    if (a.n_ff) {
+        const int group = r.tile / 2, piece = 4 * (r.tile % 2) + w;
+        const int col = 64 * group + 4 * piece + (q < 4 ? q : 28 + q);
+        float v0 = activate(fmaf(d[0], r.s0, r.b0), a.fn) * fmaf(d[2], r.s1, r.b1);
+        float v1 = activate(fmaf(d[1], r.s0, r.b0), a.fn) * fmaf(d[3], r.s1, r.b1);
+        if (col >= a.n_ff) v0 = v1 = 0.0f;
+        /* Columns i and 32 + i are neighbours: one thread takes both for the first token, the
+         * other for the second. */
+        const float got = __shfl_xor_sync(0xffffffffu, q < 4 ? v1 : v0, 16);
+        const int mine = token + (q < 4 ? 0 : 1);
+        const __half2 both = q < 4 ? __halves2half2(tile_half(v0), tile_half(got))
+                                   : __halves2half2(tile_half(got), tile_half(v1));
+        if (mine < a.tokens)
+            *(__half2 *)((__half *)a.out + tile_piece(a.out_stride, mine, group, piece) +
+                         2 * (q & 3)) = both;
+        return;
+    }
+    const int r0 = 16 * w + q, r1 = r0 + 8;
+    float *out = (float *)a.out + r.out0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (token + i >= a.tokens) continue;
+        float *row = out + (token + i) * a.out_stride;
+        if (r0 < r.n_rows) row[r0] = fmaf(d[i], r.s0, r.b0);
+        if (r1 < r.n_rows) row[r1] = fmaf(d[2 + i], r.s1, r.b1);
+    }
+}
+
+/* The warp that brings everything: `first` stages of weights go out before the kernel before this
+ * one is waited for. */
+template <int N, int TILES, int SC>
+__device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places)
+{
+    const int per_tile = (n + SC - 1) / SC, total = (n_places - i0 + step - 1) / step * per_tile;
+    auto weights = [&](int at, uint32_t bar, uint32_t to) {
+        const place p = place_of(a, i0 + at / per_tile * step);
+        const int c = at % per_tile * SC, count = min(SC, n - c);
+        uint32_t bytes = count * N * 128;
+        for (int g = 0; g < TILES; g++)
+            bytes += count * chunk_bytes(a.tiles[min(p.row * TILES + g, a.n_tiles - 1)].format);
+        mbar_expect(bar, bytes);
+        for (int g = 0; g < TILES; g++) {
+            const bgk_wtile &tile = a.tiles[min(p.row * TILES + g, a.n_tiles - 1)];
+            const uint32_t chunk = chunk_bytes(tile.format);
+            ptx_bulk_copy(to + SC * N * 128 + g * a.w_stride,
+                          (const char *)tile.w + (size_t)(first_chunk + c) * chunk, count * chunk,
+                          bar);
+        }
+    };
+    auto tokens = [&](int at, uint32_t bar, uint32_t to) {
+        const place p = place_of(a, i0 + at / per_tile * step);
+        const int c = at % per_tile * SC, count = min(SC, n - c);
+        for (int k = 0; k < count; k++)
+            ptx_bulk_copy(to + k * N * 128,
+                          a.x + ((first_chunk + c + k) * a.x_stride + (int64_t)p.token * N) * 64,
+                          N * 128, bar);
+    };
+    const int ahead = min(a.stages, total);
+    for (int at = 0; at < ahead; at++)
+        weights(at, r.full + 8 * at, r.data + at * a.stage_bytes);
+    ptx_wait_prior();
+    for (int at = 0; at < ahead; at++)
+        tokens(at, r.full + 8 * at, r.data + at * a.stage_bytes);
+    r.stage = 0;
+    r.phase = 0; /* of the empty barriers: the first round needs no waiting */
+    for (int at = ahead; at < total; at++) {
+        mbar_wait(r.empty + 8 * r.stage, r.phase);
+        weights(at, r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        tokens(at, r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        r.next(a.stages);
+    }
+}
+
+/* Registers that BLOCKS blocks of WGS * 128 + 32 threads leave each. */
+constexpr int registers(int wgs, int blocks)
+{
+    const int n = 65536 / 32 / (blocks * (wgs * 4 + 1)) / 8 * 8;
+    return n < 248 ? n : 248;
+}
+
+/* F: the format of all tiles, or BGK_FORMATS: each tile says its own. */
+template <bgk_format F, int N, int WGS, int RB, int SC, int BLOCKS>
+__global__ void __maxnreg__(registers(WGS, BLOCKS)) matmul(const __grid_constant__ args a)
+{
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int TILES = WGS * RB;
+    extern __shared__ uint8_t dynamic[];
+    __shared__ uint64_t barriers[2 * MAX_STAGES];
+    const uint32_t data = (ptx_shared(dynamic) + 1023) & ~1023u;
+    ring r = {ptx_shared(barriers), ptx_shared(barriers + MAX_STAGES), data, 0, 0};
+    const int t = threadIdx.x % 128, group = threadIdx.x / 128;
+    const int split = blockIdx.x % a.splits, i0 = blockIdx.x / a.splits;
+    const int step = gridDim.x / a.splits, n_places = a.row_blocks * a.token_blocks;
+    const int first = a.n_chunks * split / a.splits;
+    const int n = a.n_chunks * (split + 1) / a.splits - first;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < a.stages; i++) {
+            mbar_init(r.full + 8 * i, 1);
+            mbar_init(r.empty + 8 * i, 4 * WGS);
+        }
+        mbar_init_fence();
+    }
+    __syncthreads();
+    ptx_let_next_start();
+    if (group == WGS) {
+        if (t == 0) bring<N, TILES, SC>(a, r, first, n, i0, step, n_places);
+        __syncwarp();
+        if (a.splits > 1) {
+            cluster_sync();
+            cluster_sync();
+        }
+        return;
+    }
+    float acc[RB][N / 2];
+    for (int i = i0; i < n_places; i += step) {
+        const place p = place_of(a, i);
+        const int tile = p.row * TILES + group * RB;
+#pragma unroll
+        for (int k = 0; k < RB * N / 2; k++)
+            acc[k / (N / 2)][k % (N / 2)] = 0.0f;
+        if constexpr (F < BGK_FORMATS) {
+            multiply<F, N, RB, SC>(acc, a, r, n, group, t);
+        } else {
+            static_assert(F < BGK_FORMATS || RB == 1, "a warpgroup takes one format at a time");
+            switch (a.tiles[min(tile, a.n_tiles - 1)].format) {
+            case BGK_W4:
+                multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
+                break;
+            case BGK_W5:
+                multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
+                break;
+            case BGK_W6:
+                multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
+                break;
+            case BGK_W8:
+                multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
+                break;
+            default:
+                multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
+                break;
+            }
+        }
+        if (a.splits == 1) {
+#pragma unroll
+            for (int b = 0; b < RB; b++) {
+                if (tile + b >= a.n_tiles) break; /* those were read a second time, for nobody */
+                const rows to = rows_of(a, tile + b, p.token * N, t);
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+                    const float d[4] = {acc[b][4 * j], acc[b][4 * j + 1], acc[b][4 * j + 2],
+                                        acc[b][4 * j + 3]};
+                    write(d, a, to, j, t);
+                }
+            }
+            continue;
+        }
+        /* One place a cluster: its blocks lay their sums open in the ring, which nobody needs any
+         * more, and each adds up a share of the tokens in the order of the parts. */
+        asm volatile("bar.sync 1, %0;" ::"n"(WGS * 128) : "memory");
+        const uint32_t at = data + 4 * threadIdx.x;
+#pragma unroll
+        for (int k = 0; k < RB * N / 2; k++)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + k * WGS * 512),
+                         "f"(acc[k / (N / 2)][k % (N / 2)])
+                         : "memory");
+        cluster_sync();
+#pragma unroll 1
+        for (int b = 0; b < RB; b++) {
+            if (tile + b >= a.n_tiles) break;
+            const rows to = rows_of(a, tile + b, p.token * N, t);
+#pragma unroll 1
+            for (int j = split; j < N / 8; j += a.splits) {
+                const uint32_t from = at + (b * (N / 2) + 4 * j) * WGS * 512;
+                float d[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    d[k] = cluster_load(from + k * WGS * 512, 0);
+#pragma unroll 1
+                for (int other = 1; other < a.splits; other++)
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        d[k] += cluster_load(from + k * WGS * 512, other);
+                write(d, a, to, j, t);
+            }
+        }
+        cluster_sync();
+    }
+#endif
+}
+
+bool on_hopper()
+{
+    static const bool yes = [] {
+        int device = 0, major = 0;
+        return cudaGetDevice(&device) == cudaSuccess &&
+               cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+                   cudaSuccess &&
+               major == 9;
+    }();
+    return yes;
+}
+
+int sm_count()
+{
+    static const int n = [] {
+        int device = 0, count = 0;
+        if (cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+            return 1;
+        return count;
+    }();
+    return n;
+}
+
+template <bgk_format F, int N, int WGS, int RB, int SC, int BLOCKS>
+cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
+{
+    constexpr int TILES = WGS * RB;
+    auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS>;
+    static const cudaError_t ready =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
+    if (ready != cudaSuccess) return ready;
+    a.w_stride = SC * w_bytes;
+    a.stage_bytes = (SC * N * 128 + TILES * a.w_stride + 1023) / 1024 * 1024;
+    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048) / a.stage_bytes);
+    if (a.stages < 2) a.stages = min(MAX_STAGES, (MOST_SHARED - 2048) / a.stage_bytes);
+    if (a.stages < 1) return cudaErrorInvalidConfiguration;
+    const int needed = (a.n_chunks / a.splits + SC) / SC; /* no more than there is to bring */
+    if (a.splits > 1 && a.stages > needed) a.stages = needed;
+    size_t bytes = (size_t)a.stages * a.stage_bytes;
+    if (a.splits > 1 && bytes < (size_t)N * TILES * 256) bytes = (size_t)N * TILES * 256;
+    a.row_blocks = (a.n_tiles + TILES - 1) / TILES;
+    a.token_blocks = (a.tokens + N - 1) / N;
+    const int places = a.row_blocks * a.token_blocks, most = sm_count() * BLOCKS;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = a.splits;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(a.splits > 1 ? places * a.splits : min(places, most));
+    config.blockDim = dim3(WGS * 128 + 32);
+    config.dynamicSmemBytes = bytes + 1024;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = a.splits > 1 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+template <bgk_format F>
+cudaError_t launch_shape(const args &a, int w_bytes, bgk_shape shape, cudaStream_t stream)
+{
+    /* Every format in one kernel needs more registers: fewer blocks, one tile a warpgroup. */
+    constexpr bool MIXED = F == BGK_FORMATS;
+    constexpr int TWO = MIXED ? 1 : 2, B2 = MIXED ? 1 : 2, B3 = MIXED ? 2 : 3;
+    switch (shape) {
+    case BGK_8X1:
+        return launch<F, 8, 1, 1, 4, B3>(a, w_bytes, stream);
+    case BGK_8X2:
+        return launch<F, 8, 2, 1, 4, B2>(a, w_bytes, stream);
+    case BGK_16X1:
+        return launch<F, 16, 1, 1, 4, B3>(a, w_bytes, stream);
+    case BGK_16X2:
+        return launch<F, 16, 2, 1, 4, B2>(a, w_bytes, stream);
+    case BGK_32X1:
+        return launch<F, 32, 1, 1, 4, 2>(a, w_bytes, stream);
+    case BGK_32X2:
+        return launch<F, 32, 2, 1, 4, B2>(a, w_bytes, stream);
+    case BGK_64X1:
+        return launch<F, 64, 1, 1, 2, 2>(a, w_bytes, stream);
+    case BGK_64X2:
+        return launch<F, 64, 2, 1, 2, B2>(a, w_bytes, stream);
+    case BGK_64X4:
+        return launch<F, 64, 2, TWO, 2, 1>(a, w_bytes, stream);
+    case BGK_128X2:
+        return launch<F, 128, 2, 1, 2, 1>(a, w_bytes, stream);
+    case BGK_128X4:
+        return launch<F, 128, 2, TWO, 2, 1>(a, w_bytes, stream);
+    default:
+        return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace
+
+cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                          int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream)
+{
+    if (tokens < 0 || w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
+        (w->splits != 1 && w->splits != 2 && w->splits != 4) || w->splits > w->n_chunks ||
+        x_stride % BGK_TILE_ROWS || tokens > x_stride || (uintptr_t)x % 1024 || !w->formats ||
+        w->formats >> BGK_FORMATS || out->layout != (w->n_ff ? BGK_TILES : BGK_ROWS) ||
+        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)))
+        return cudaErrorInvalidValue;
+    if (!on_hopper()) return cudaErrorNotSupported;
+    if (!tokens) return cudaSuccess;
+    int w_bytes = 0;
+    for (int f = 0; f < BGK_FORMATS; f++)
+        if (w->formats >> f & 1 && chunk_bytes(f) > w_bytes) w_bytes = chunk_bytes(f);
+    args a = {};
+    a.tiles = w->tiles;
+    a.row_scale = w->row_scale;
+    a.bias = w->bias;
+    a.x = (const __half *)x;
+    a.x_stride = x_stride;
+    a.out = out->data;
+    a.out_stride = out->stride;
+    a.n_tiles = w->n_tiles;
+    a.n_chunks = w->n_chunks;
+    a.splits = w->splits;
+    a.tokens = tokens;
+    a.n_ff = w->n_ff;
+    a.fn = fn;
+    switch (w->formats) {
+    case 1u << BGK_W4:
+        return launch_shape<BGK_W4>(a, w_bytes, shape, stream);
+    case 1u << BGK_W5:
+        return launch_shape<BGK_W5>(a, w_bytes, shape, stream);
+    case 1u << BGK_W6:
+        return launch_shape<BGK_W6>(a, w_bytes, shape, stream);
+    case 1u << BGK_W8:
+        return launch_shape<BGK_W8>(a, w_bytes, shape, stream);
+    case 1u << BGK_W16:
+        return launch_shape<BGK_W16>(a, w_bytes, shape, stream);
+    default:
+        return launch_shape<BGK_FORMATS>(a, w_bytes, shape, stream);
+    }
+}
+
+/* A first guess: enough blocks for all multiprocessors, tokens in as few tiles as may be. */
+static bgk_shape choose(const bgk_weights *w, int tokens)
+{
+    const bool narrow = w->n_tiles * w->splits < 2 * sm_count();
+    if (tokens <= 8) return narrow ? BGK_8X1 : BGK_8X2;
+    if (tokens <= 16) return narrow ? BGK_16X1 : BGK_16X2;
+    if (tokens <= 32) return narrow ? BGK_32X1 : BGK_32X2;
+    if (tokens <= 64) return narrow ? BGK_64X1 : BGK_64X2;
+    const int blocks = (tokens + 127) / 128 * w->splits;
+    if ((w->n_tiles + 3) / 4 * blocks >= sm_count() * 4 / 5) return BGK_128X4;
+    if ((w->n_tiles + 1) / 2 * blocks >= sm_count() * 4 / 5) return BGK_128X2;
+    return narrow ? BGK_64X1 : BGK_64X2;
+}
+
+cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                       int tokens, bgk_act fn, cudaStream_t stream)
+{
+    return bgk_matmul_as(out, w, x, x_stride, tokens, fn, choose(w, tokens), stream);
+}

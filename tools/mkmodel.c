@@ -26,7 +26,7 @@ typedef struct options {
     uint64_t seed;
     int64_t split_max; /* tensors in a part; 0: one file */
     int threads;
-    bool shuffle, list, vocab_only;
+    bool shuffle, list, vocab_only, header_only;
     const char *out;
 } options;
 
@@ -78,7 +78,8 @@ enum {
     OPT_UNTIED,
     OPT_THREADS,
     OPT_LIST,
-    OPT_VOCAB_ONLY
+    OPT_VOCAB_ONLY,
+    OPT_HEADER_ONLY
 };
 
 static const struct option others[] = {
@@ -94,6 +95,7 @@ static const struct option others[] = {
     {"threads", required_argument, NULL, OPT_THREADS},
     {"list", no_argument, NULL, OPT_LIST},
     {"vocab-only", no_argument, NULL, OPT_VOCAB_ONLY},
+    {"header-only", no_argument, NULL, OPT_HEADER_ONLY},
     {"help", no_argument, NULL, 'h'},
 };
 enum { N_OTHERS = sizeof others / sizeof *others };
@@ -110,6 +112,7 @@ static void usage(FILE *f)
           "  --split-max-tensors N  several files OUT-00001-of-0000M.gguf\n"
           "  --threads N            default 2\n"
           "  --vocab-only           no tensors\n"
+          "  --header-only          tensors without their data, for --load-format dummy\n"
           "  --list                 print the tensors, write nothing\n"
           "numbers of the shape, each overriding the preset's:\n ",
           f);
@@ -205,6 +208,9 @@ static void parse_options(int argc, char **argv, options *o)
             break;
         case OPT_VOCAB_ONLY:
             o->vocab_only = true;
+            break;
+        case OPT_HEADER_ONLY:
+            o->header_only = true;
             break;
         default:
             if (c < 2000) break;
@@ -329,7 +335,7 @@ static bg_status write_part(const options *o, maker *m, const tensor_list *list,
         bg_gguf_put_tensor(w, t->name, t->type, t->n_dims, t->ne);
     }
     m->t = list->t + first;
-    if (!st) st = bg_gguf_write(w, path, produce, m, err);
+    if (!st) st = bg_gguf_write(w, path, o->header_only ? NULL : produce, m, err);
     bg_gguf_writer_free(w);
     return st;
 }

@@ -158,7 +158,7 @@ static int inspect_file(const bg_job *job, const bg_error *why)
 {
     bg_gguf *g;
     bg_error err = {0};
-    if (!job->model || bg_gguf_open(&g, job->model, &err)) return bg_report_config(why);
+    if (!job->model || bg_gguf_open_header(&g, job->model, &err)) return bg_report_config(why);
     if (!job->json && !job->quiet) {
         print_metadata(g);
         print_tensors(g);

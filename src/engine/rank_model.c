@@ -35,6 +35,7 @@ static bg_status open_backend(model_rank *m, const bg_rank_config *c, int rank,
         .first_cpu = c->pin_threads ? (c->first_rank + rank) * c->threads_per_rank : -1,
         .check = c->check,
         .eager = c->eager,
+        .dummy = c->dummy,
         .comm = m->comm,
         .max_tokens = c->max_step_tokens,
         .max_seqs = c->max_num_seqs,
@@ -64,7 +65,7 @@ static bg_status start(void **state, const bg_rank_config *c, int rank, void *co
     *state = NULL;
     model_rank *m = calloc(1, sizeof *m);
     if (!m) return bg_fail(err, BG_NOMEM, "out of memory");
-    bg_status st = bg_gguf_open(&m->gguf, c->model_path, err);
+    bg_status st = (c->dummy ? bg_gguf_open_header : bg_gguf_open)(&m->gguf, c->model_path, err);
     if (!st) st = bg_desc_read(&m->desc, m->gguf, err);
     if (!st && c->tp > 1)
         st = bg_comm_shm_join(&m->comm, comm_memory, rank, c->tp, BG_RANK_COMM_FLOATS, err);

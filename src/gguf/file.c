@@ -26,7 +26,7 @@ void gguf_clear(bg_gguf *g)
     free(g->tensors);
     kv_set_release(&g->meta);
     str_index_release(&g->index);
-    *g = (bg_gguf){0};
+    *g = (bg_gguf){.header_only = g->header_only};
 }
 
 void bg_gguf_close(bg_gguf *g)
@@ -79,11 +79,12 @@ bg_status gguf_map_part(bg_gguf *g, const char *path, bg_error *err)
     return st;
 }
 
-bg_status bg_gguf_open(bg_gguf **out, const char *path, bg_error *err)
+static bg_status open_model(bg_gguf **out, const char *path, bool header_only, bg_error *err)
 {
     *out = NULL;
     bg_gguf *g = calloc(1, sizeof *g);
     if (!g) return bg_fail(err, BG_NOMEM, "%s: out of memory", path);
+    g->header_only = header_only;
     bg_status st = gguf_map_part(g, path, err);
     if (!st) st = gguf_parse_part(g, 0, &g->meta, err);
     if (!st) st = gguf_open_siblings(g, err);
@@ -94,6 +95,16 @@ bg_status bg_gguf_open(bg_gguf **out, const char *path, bg_error *err)
     }
     bg_gguf_close(g);
     return st;
+}
+
+bg_status bg_gguf_open(bg_gguf **g, const char *path, bg_error *err)
+{
+    return open_model(g, path, false, err);
+}
+
+bg_status bg_gguf_open_header(bg_gguf **g, const char *path, bg_error *err)
+{
+    return open_model(g, path, true, err);
 }
 
 bg_status bg_gguf_open_memory(bg_gguf **out, const void *data, size_t n, const char *name,
@@ -167,19 +178,31 @@ uint64_t bg_gguf_fingerprint(const bg_gguf *g)
     return h;
 }
 
-void bg_gguf_drop_pages(const bg_gguf *g, const void *ptr, size_t n)
+/* Whole pages of a mapped file around or inside [ptr, ptr + n). */
+static void advise(const bg_gguf *g, const void *ptr, size_t n, bool inside, int advice)
 {
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), at = (uintptr_t)ptr;
     for (int i = 0; i < g->n_parts; i++) {
         const gguf_part *p = &g->parts[i];
         const uintptr_t base = (uintptr_t)p->map;
-        /* Of bytes that are not a file's, dropping would lose them. */
         if (!p->mapped || at < base || at - base > p->size || n > p->size - (at - base)) continue;
-        /* Whole pages only: the neighbours' bytes may be in use. */
-        uintptr_t from = (at + page - 1) & ~(page - 1), to = (at + n) & ~(page - 1);
-        if (from < to) madvise((void *)from, to - from, MADV_DONTNEED);
+        const uintptr_t from = (at + (inside ? page - 1 : 0)) & ~(page - 1),
+                        to = inside ? (at + n) & ~(page - 1) : at + n;
+        if (from < to) madvise((void *)from, to - from, advice);
         return;
     }
+}
+
+void bg_gguf_will_need(const bg_gguf *g, const void *p, size_t n)
+{
+    advise(g, p, n, false, MADV_WILLNEED);
+}
+
+/* The neighbours' bytes may be in use; and of bytes that are not a file's, dropping would lose
+ * them. */
+void bg_gguf_drop_pages(const bg_gguf *g, const void *p, size_t n)
+{
+    advise(g, p, n, true, MADV_DONTNEED);
 }
 
 int64_t bg_gguf_n_tensors(const bg_gguf *g)

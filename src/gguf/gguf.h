@@ -99,7 +99,10 @@ typedef struct bg_tensor {
  * consistent: split.no, split.count, split.tensors.count, the file names). *g is the caller's,
  * NULL on failure. BG_IO, BG_FORMAT (text names file, place, value, remedy), BG_NOMEM. */
 bg_status bg_gguf_open(bg_gguf **g, const char *path, bg_error *err);
-/* The same for bytes already in memory (tests, fuzzers); they must outlive g. */
+/* The same for a model whose data may be missing, for what needs names, types and shapes alone:
+ * tensors whose bytes are not all in the file have data NULL. */
+bg_status bg_gguf_open_header(bg_gguf **g, const char *path, bg_error *err);
+/* As bg_gguf_open() for bytes already in memory (tests, fuzzers); they must outlive g. */
 bg_status bg_gguf_open_memory(bg_gguf **g, const void *data, size_t n, const char *name,
                               bg_error *err);
 void bg_gguf_close(bg_gguf *g); /* NULL is allowed */
@@ -110,6 +113,8 @@ uint64_t bg_gguf_file_bytes(const bg_gguf *g); /* all parts */
 /* Hash over all parts' sizes, headers, and a sample of the data: what identifies the model for
  * resuming. Cheap (reads a few MiB). */
 uint64_t bg_gguf_fingerprint(const bg_gguf *g);
+/* Tells the kernel that bytes [p, p+n) of the mapping will be read soon. */
+void bg_gguf_will_need(const bg_gguf *g, const void *p, size_t n);
 /* Tells the kernel that bytes [p, p+n) of the mapping are not needed in memory for now. */
 void bg_gguf_drop_pages(const bg_gguf *g, const void *p, size_t n);
 
@@ -184,7 +189,8 @@ void bg_gguf_put_array(bg_gguf_writer *w, const char *key, bg_kv_type elem, cons
 void bg_gguf_put_tensor(bg_gguf_writer *w, const char *name, uint32_t type, int n_dims,
                         const int64_t *ne);
 /* Writes the file. produce() is called for each tensor in order and must hand all its bytes to
- * emit() (in any number of calls, in order). Errors: BG_IO, BG_NOMEM (also of the puts), BG_ARG. */
+ * emit() (in any number of calls, in order); NULL: the header alone (bg_gguf_open_header()).
+ * Errors: BG_IO, BG_NOMEM (also of the puts), BG_ARG. */
 typedef bg_status bg_gguf_emit(void *sink, const void *data, size_t n, bg_error *err);
 typedef bg_status bg_gguf_produce(void *ctx, int64_t tensor, size_t bytes, bg_gguf_emit *emit,
                                   void *sink, bg_error *err);

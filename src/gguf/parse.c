@@ -363,11 +363,13 @@ static bg_status read_tensor(cursor *c, uint64_t align, tensor_slot *slot)
 }
 
 /* Turns the offset into the data section into one into the file, and finds the data. */
-static bg_status place_tensor(const cursor *c, uint64_t data_start, tensor_slot *slot)
+static bg_status place_tensor(const cursor *c, uint64_t data_start, bool header_only,
+                              tensor_slot *slot)
 {
     bg_tensor *t = &slot->t;
     uint64_t room = c->size - data_start;
     if (t->offset > room || t->bytes > room - t->offset) {
+        if (header_only) return BG_OK; /* without data */
         char name[SHOWN_BYTES];
         return bg_fail(c->err, BG_FORMAT,
                        "%s: tensor %s: %zu bytes at offset %llu of the data, which has %llu; the "
@@ -397,12 +399,12 @@ static bg_status read_tensors(cursor *c, bg_gguf *g, int part, uint64_t n_tensor
     if (st) return st;
     uint64_t start = (c->at + align - 1) / align * align;
     if (start > c->size) {
-        if (n_tensors) return cut_off(c, "the padding before the data");
+        if (n_tensors && !g->header_only) return cut_off(c, "the padding before the data");
         start = c->size; /* without tensors the data section, its padding included, may be absent */
     }
     g->parts[part].data_start = start;
     for (int64_t i = first; i < g->n_tensors && !st; i++)
-        st = place_tensor(c, start, &g->tensors[i]);
+        st = place_tensor(c, start, g->header_only, &g->tensors[i]);
     return st;
 }
 

@@ -312,7 +312,7 @@ bg_status bg_gguf_write(bg_gguf_writer *w, const char *path, bg_gguf_produce *pr
     s.fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (s.fd < 0) return bg_fail_os(err, "%s: cannot open for writing", path);
     st = write_header(w, &s, err);
-    for (int64_t i = 0; i < w->n_tensors && !st; i++) {
+    for (int64_t i = 0; produce && i < w->n_tensors && !st; i++) {
         s.left = w->tensors[i].bytes;
         st = produce(ctx, i, w->tensors[i].bytes, emit, &s, err);
         if (!st && s.left)

@@ -185,6 +185,7 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                                   .first_cpu = job->pin_threads ? 0 : -1,
                                   .check = job->check_ops,
                                   .eager = job->eager,
+                                  .dummy = job->load_format == BG_LOAD_DUMMY,
                                   .max_tokens = p->max_step_tokens,
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,

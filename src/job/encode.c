@@ -74,7 +74,8 @@ bg_status bg_text_model_open(bg_text_model *m, const bg_job *job, bg_error *err)
     if (!job->model)
         return bg_fail(err, BG_ARG,
                        "no model: give -m FILE, set BATCHGEN_MODEL, or name it in the job file");
-    bg_status st = bg_gguf_open(&m->gguf, job->model, err);
+    const bool dummy = job->load_format == BG_LOAD_DUMMY;
+    bg_status st = (dummy ? bg_gguf_open_header : bg_gguf_open)(&m->gguf, job->model, err);
     if (!st) st = bg_desc_read(&m->desc, m->gguf, err);
     if (!st) st = bg_vocab_new(&m->vocab, m->gguf, err);
     if (!st && bg_vocab_size(m->vocab) > m->desc.vocab_size)

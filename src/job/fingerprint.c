@@ -67,7 +67,7 @@ static json_t *shard_name(const bg_job *job)
 json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p,
                         bg_error *err)
 {
-    static const char *const cache_names[] = {"f16", "bf16", "f32"};
+    static const char *const cache_names[] = {"f16", "bf16", "f32", "q8"};
     json_t *o = json_object();
     set(o, "format", json_integer(1));
     set(o, "input_bytes", input_sizes(job));
@@ -100,7 +100,9 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "min_tokens", json_integer(job->min_tokens));
     set(o, "ignore_eos", json_boolean(job->ignore_eos));
     set(o, "stop", list_text(&job->stop));
-    if (json_object_size(o) == 30) return o;
+    const bool dummy = job->load_format == BG_LOAD_DUMMY;
+    if (dummy) set(o, "load_format", json_string("dummy"));
+    if (json_object_size(o) == (dummy ? 31 : 30)) return o;
     bg_fail(err, BG_NOMEM, "out of memory for the job's identity");
     json_decref(o);
     return NULL;

@@ -36,6 +36,7 @@ void bg_strings_release(bg_strings *s);
 
 /* Values of choice options, as indices into the table's choice lists. */
 enum { BG_KV_CHOICE_AUTO, BG_KV_CHOICE_F16, BG_KV_CHOICE_BF16, BG_KV_CHOICE_F32, BG_KV_CHOICE_Q8 };
+enum { BG_LOAD_AUTO, BG_LOAD_DUMMY };
 enum { BG_COLOR_AUTO, BG_COLOR_ALWAYS, BG_COLOR_NEVER };
 enum { BG_INPUT_REFUSE, BG_INPUT_MATCH };
 
@@ -58,7 +59,7 @@ typedef struct bg_job {
     int64_t tp, dp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
     int64_t kv_cache_memory;       /* bytes over all ranks; 0: automatic */
     double gpu_memory_utilization; /* share of a GPU's memory */
-    int kv_cache_type, compute;
+    int kv_cache_type, compute, load_format;
     bool prefix_cache, check_ops, pin_threads, eager;
     char *isa, *device;
     double hang_timeout; /* seconds; 0: automatic */

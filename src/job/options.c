@@ -137,6 +137,10 @@ const bg_option bg_options[] = {
      "sequences read ahead, to start long ones early"},
     {"compute", NULL, 0, BG_OPT_CHOICE, F(compute), "native,f32", ANY, "native", SIZES, true, NULL,
      "MODE", "native, or f32: exact weights and float32 throughout (slow; for proofs)"},
+    {"load-format", NULL, 0, BG_OPT_CHOICE, F(load_format), "auto,dummy", ANY, "auto", SIZES, true,
+     NULL, "HOW",
+     "auto, or dummy: random weights of the model's shapes, whose file may end after its header "
+     "(GPU; to measure speed)"},
     {"check", NULL, 0, BG_OPT_BOOL, F(check_ops), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
      "poison and verify every op's output (slow; for proofs)"},
     {"eager", "enforce-eager", 0, BG_OPT_BOOL, F(eager), NULL, ANY, NULL, ENGINE, true, NULL, NULL,

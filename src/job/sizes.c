@@ -244,6 +244,7 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
                           .pin_threads = job->pin_threads,
                           .check = job->check_ops,
                           .eager = job->eager,
+                          .dummy = job->load_format == BG_LOAD_DUMMY,
                           .isa = job->isa,
                           .n_blocks = p->n_blocks,
                           .block_tokens = p->block_tokens,

@@ -210,6 +210,22 @@ static bg_status load_head(loader *ld, bg_error *err)
 
 /* ---- the rest ------------------------------------------------------------------------------- */
 
+/* Asks for the file's pages of a layer (n_layers: of the head) before they are needed, so that the
+ * storage always has something to do. */
+static void read_ahead(const loader *ld, int l)
+{
+    static const bg_role roles[] = {ROLE_QKV, ROLE_Q,    ROLE_K,  ROLE_V,
+                                    ROLE_O,   ROLE_GATE, ROLE_UP, ROLE_DOWN};
+    if (ld->config->backend->dummy || !ld->m->b->ops->load_end) return;
+    const bg_tensor *head =
+        l < ld->m->d.n_layers || ld->m->d.tied ? NULL : bg_role_tensor(ld->g, ROLE_OUTPUT, 0);
+    if (head) bg_gguf_will_need(ld->g, head->data, head->bytes);
+    for (size_t i = 0; l < ld->m->d.n_layers && i < sizeof roles / sizeof *roles; i++) {
+        const bg_tensor *t = bg_role_tensor(ld->g, roles[i], l);
+        if (t) bg_gguf_will_need(ld->g, t->data, t->bytes);
+    }
+}
+
 static bg_status load_layer(loader *ld, int l, bg_error *err)
 {
     bg_layer *layer = &ld->m->layers[l];
@@ -274,10 +290,13 @@ static bg_status load_all(loader *ld, bg_error *err)
     const bg_tensor *embedding = bg_role_tensor(ld->g, ROLE_TOKEN_EMBD, 0);
     progress(ld, 0);
     bg_status st = load_rope(ld, err);
+    read_ahead(ld, 0);
     if (!st) st = ops->embedding_new(m->b, &m->embedding, embedding, err);
     if (!st) progress(ld, embedding->bytes);
-    for (int l = 0; !st && l < m->d.n_layers; l++)
+    for (int l = 0; !st && l < m->d.n_layers; l++) {
+        read_ahead(ld, l + 1);
         st = load_layer(ld, l, err);
+    }
     if (!st) st = load_vec(ld, &m->output_norm, ROLE_OUTPUT_NORM, 0, err);
     if (!st) st = load_head(ld, err);
     if (!st && ops->load_end) st = ops->load_end(m->b, &m->load_times, err);

@@ -39,9 +39,18 @@ bg_status bg_cuda_take(bg_cuda *c, void *p, size_t bytes, const char *what, bg_e
     bg_status st = bg_cuda_grow(&c->memory, c->n_memory, &c->memory_cap, err);
     if (st) return st;
     cudaError_t e = cudaMalloc(&at, bytes ? bytes : 1);
-    if (e != cudaSuccess)
-        return bg_fail(err, BG_NOMEM, "%s: %zu bytes on GPU %d: %s", what, bytes, c->device,
-                       cudaGetErrorString(e));
+    if (e == cudaErrorMemoryAllocation) {
+        size_t left = 0, total = 0;
+        (void)cudaGetLastError(); /* it is not a failure of the device */
+        cudaMemGetInfo(&left, &total);
+        return bg_fail(err, BG_NOMEM,
+                       "%s: %.2f GB are needed on GPU %d, which has %.2f of %.1f GB left; does "
+                       "another process use it? Else lower --gpu-memory-utilization or "
+                       "--max-num-seqs",
+                       what, (double)bytes * 1e-9, c->device, (double)left * 1e-9,
+                       (double)total * 1e-9);
+    }
+    if (e != cudaSuccess) return bg_cuda_fail(err, e, what);
     c->memory[c->n_memory++] = at;
     c->bytes += bytes;
     memcpy(p, &at, sizeof at); /* into a pointer of any type */

@@ -131,6 +131,21 @@ gpu-tests: $(GPU_TESTS)
 gpu-test: gpu-tests
 	@for t in $(GPU_TESTS); do $$t || exit 1; done
 
+# The same and test_golden as single processes, without Criterion, which is what compute-sanitizer gets on with.
+$(BUILD)/one/%.o: %.c
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(CPPFLAGS) -Itests/tsan -Itests -Ikernels -isystem $(CUDA_HOME)/include $(CFLAGS) -Wno-unused-parameter \
+	    -Wno-unused-variable -Wno-unused-but-set-variable -Wno-unused-function -MMD -MP -c -o $@ $<
+$(BUILD)/one/test_%: $(BUILD)/one/tests/gpu/test_%.o $(BUILD)/one/tests/tsan/main.o $(CU_OBJS) $(CUDA_OBJS) $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a)
+	$(Q)$(NVCC) -cudart static $(GENCODE) -o $@ $(filter %.o,$^) -Xlinker --start-group $(filter %.a,$^) -Xlinker --end-group $(subst -Wl$(comma),-Xlinker ,$(LDLIBS))
+$(BUILD)/one/golden: $(BUILD)/one/tests/unit/model/test_golden.o $(BUILD)/one/tests/tsan/main.o $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a) $(CUDA_LIB)
+	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $(filter %.o,$^) -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
+	@ln -sf ../libbatchgen_cuda.so $(BUILD)/one/
+SANITIZED := $(patsubst tests/gpu/%.c,$(BUILD)/one/%,$(sort $(wildcard tests/gpu/test_*.c))) $(BUILD)/one/golden $(BUILD)/batchgen
+sanitize-tests: $(SANITIZED)
+sanitize: sanitize-tests
+	@BUILD=$(BUILD) tests/gpu/sanitize.sh
+
 # tools/NAME.c with a main() is build/NAME; tools/NAME_*.c belong to it.
 TOOL_DEPS := $(DEPS_model) model input output
 define tool_rules

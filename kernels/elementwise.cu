@@ -380,7 +380,7 @@ cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const flo
                          int64_t y_cols, const float *w, float eps, int rows, int cols,
                          cudaStream_t stream)
 {
-    if (bad_shape(rows, cols) || bad_out(out) ||
+    if (bad_shape(rows, cols) || bad_out(out) || out->layout == BGK_HALF_ROWS ||
         (out->data == x && (y || out->layout != BGK_ROWS || out->stride != x_cols)))
         return cudaErrorInvalidValue;
     if (!rows) return cudaSuccess;

@@ -393,36 +393,37 @@ Test(elementwise, find_bad)
 {
     NEEDS_GPU();
     enum { ROWS = 9, COLS = 70, PADDED = 128, STRIDE = 256 };
+    static const bgk_layout layouts[] = {BGK_ROWS, BGK_TILES, BGK_HALF_ROWS};
+    static const uint32_t f32_inf = 0x7f800000u;
+    static const uint16_t f16_nan = 0x7e00u;
     unsigned long long *bad = poisoned(sizeof *bad);
-    for (int tiles = 0; tiles < 2; tiles++) {
-        const size_t bytes = tiles ? PADDED * STRIDE * 2 : ROWS * COLS * 4;
+    for (int l = 0; l < 3; l++) {
+        const bool tiles = layouts[l] == BGK_TILES;
+        const size_t size = layouts[l] == BGK_ROWS ? 4 : 2;
+        const size_t bytes = (tiles ? PADDED * STRIDE : ROWS * COLS) * size;
         const int cols = tiles ? PADDED : COLS;
         char *base = poisoned(bytes + 1024), *at = base + (-(uintptr_t)base) % 1024;
-        const bgk_out o = {at, tiles ? BGK_TILES : BGK_ROWS, tiles ? STRIDE : COLS};
+        const bgk_out o = {at, layouts[l], tiles ? STRIDE : COLS};
         CU(cudaMemset(at, 0, bytes));
         cr_assert_eq(search(bad, &o, ROWS, COLS), ~0ull);
         for (int i = 0; i < ROWS * cols; i += 13) {
-            const size_t where =
-                tiles ? tile_index(STRIDE, (size_t)(i / cols), (size_t)(i % cols)) : (size_t)i;
-            const uint32_t f32_inf = 0x7f800000u;
-            const uint16_t f16_nan = 0x7e00u;
-            if (tiles)
-                CU(cudaMemcpy(at + where * 2, &f16_nan, 2, cudaMemcpyHostToDevice));
-            else
-                CU(cudaMemcpy(at + where * 4, &f32_inf, 4, cudaMemcpyHostToDevice));
-            cr_assert_eq(search(bad, &o, ROWS, COLS), (unsigned long long)i, "tiles %d", tiles);
-            cr_assert_eq(search(bad, &o, i / cols, COLS), ~0ull, "tiles %d: a row too far", tiles);
-            CU(cudaMemset(at + where * (tiles ? 2 : 4), 0, tiles ? 2 : 4));
+            char *where =
+                at + size * (tiles ? tile_index(STRIDE, (size_t)(i / cols), (size_t)(i % cols))
+                                   : (size_t)i);
+            CU(cudaMemcpy(where, size == 4 ? (const void *)&f32_inf : &f16_nan, size,
+                          cudaMemcpyHostToDevice));
+            cr_assert_eq(search(bad, &o, ROWS, COLS), (unsigned long long)i, "layout %d", l);
+            cr_assert_eq(search(bad, &o, i / cols, COLS), ~0ull, "layout %d: a row too far", l);
+            CU(cudaMemset(where, 0, size));
         }
         CU(bgk_poison(&o, 5, COLS, 0));
         char *got = from_device(at, bytes);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < cols; c++) {
-                const float v =
-                    tiles
-                        ? bg_f16_to_f32(((uint16_t *)got)[tile_index(STRIDE, (size_t)r, (size_t)c)])
-                        : ((float *)got)[r * COLS + c];
-                cr_assert_eq(!!isnan(v), r < 5, "tiles %d: %d, %d", tiles, r, c);
+                const size_t i =
+                    tiles ? tile_index(STRIDE, (size_t)r, (size_t)c) : (size_t)(r * COLS + c);
+                const float v = size == 4 ? ((float *)got)[i] : bg_f16_to_f32(((uint16_t *)got)[i]);
+                cr_assert_eq(!!isnan(v), r < 5, "layout %d: %d, %d", l, r, c);
             }
         free(got);
         CU(cudaFree(base));
@@ -438,6 +439,7 @@ Test(elementwise, refused)
     int32_t *ids = (int32_t *)(y + 4096);
     const bgk_out rows = {y, BGK_ROWS, 64}, same = {x, BGK_ROWS, 64}, other = {x, BGK_ROWS, 68};
     const bgk_out stride = {at, BGK_TILES, 64}, place = {at + 128, BGK_TILES, 256};
+    const bgk_out half = {x, BGK_HALF_ROWS, 64};
 #define REFUSED(call) cr_assert_eq(call, cudaErrorInvalidValue, "%s", #call)
     REFUSED(bgk_rms_norm(&rows, x, 64, NULL, 0, x, 0, -1, 64, 0));
     REFUSED(bgk_rms_norm(&rows, x, 64, NULL, 0, x, 0, 1, 0, 0));
@@ -445,6 +447,7 @@ Test(elementwise, refused)
     REFUSED(bgk_rms_norm(&other, x, 64, NULL, 0, y, 0, 1, 64, 0));
     REFUSED(bgk_rms_norm(&stride, y, 64, NULL, 0, y, 0, 1, 64, 0));
     REFUSED(bgk_rms_norm(&place, y, 64, NULL, 0, y, 0, 1, 64, 0));
+    REFUSED(bgk_rms_norm(&half, y, 64, NULL, 0, y, 0, 1, 64, 0));
     REFUSED(bgk_embed(x, 64, y, BGK_BF16, ids, 1, 1, 64, 0));
     REFUSED(bgk_embed(x, 64, y, BGK_F32, ids, 1, -1, 64, 0));
     REFUSED(bgk_add(x, 64, y, 64, 1, 0, 0));

@@ -1,4 +1,5 @@
-/* Runs the registered tests and closes with the line that tests/run.sh reads. */
+/* Runs the registered tests and closes with the line that tests/run.sh reads. Arguments: only those
+ * with TEXT in their names; without those with TEXT: -TEXT. */
 #include "criterion/criterion.h"
 
 #include <pthread.h>
@@ -23,10 +24,23 @@ void tsan_fail(const char *file, int line, const char *what, int fatal)
     }
 }
 
-int main(void)
+static int wanted(const char *name, char **args)
+{
+    int any = 0, found = 0;
+    for (; *args; args++) {
+        if (**args == '-' && strstr(name, *args + 1)) return 0;
+        any |= **args != '-';
+        found |= **args != '-' && strstr(name, *args) != NULL;
+    }
+    return !any || found;
+}
+
+int main(int argc, char **argv)
 {
     int tested = 0, passing = 0;
+    (void)argc;
     for (tsan_test *t = first; t; t = t->next) {
+        if (!wanted(t->name, argv + 1)) continue;
         int before = failing;
         fprintf(stderr, "%s\n", t->name);
         t->run();

@@ -1,35 +1,20 @@
-/* kernels/attention.cu - the paged KV cache: rope_store writes it, attention reads it.
+/* kernels/attention.cu - attention in float32 over the paged cache, for what attention_single.cu
+ * and attention_tiles.cu do not take: float32 caches (proofs) and unusual head sizes.
  *
- *   requires  k_dim and v_dim multiples of 4, at most 512
- *   launch    rope_store: a block of 128 a row and head; attention: a block of 128 (four warps) a
- * row and query head; graph-capturable order     keys by 32 from position 0 on; chunk c is warp c %
- * 4's; the four partial softmaxes are merged in the order of the warps: set by the row's position
- * and window alone proof     tests/unit/model/test_golden on a GPU: whole models, not yet each
- * kernel by itself */
+ *   requires  k_dim and v_dim multiples of 4, at most 512; not Q8
+ *   launch    a block of 128 (four warps) a row and query head; graph-capturable
+ *   order     keys by 32 from position 0 on; chunk c is warp c % 4's; the four partial softmaxes
+ * are merged in the order of the warps: set by the row's position and window alone proof
+ * tests/unit/model/test_golden on a GPU: whole models; tests/gpu/test_attention.c */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "bgk.h"
+#include "attention.cuh"
 
 namespace
 {
 
 constexpr int BLOCK = 128, WARPS = BLOCK / 32, MAX_DIM = 512;
-
-__device__ void store(float *p, float v)
-{
-    *p = v;
-}
-
-__device__ void store(__half *p, float v)
-{
-    *p = __float2half_rn(v);
-}
-
-__device__ void store(__nv_bfloat16 *p, float v)
-{
-    *p = __float2bfloat16_rn(v);
-}
 
 __device__ float4 four(const float *p)
 {
@@ -73,90 +58,13 @@ __device__ int64_t place(const bgk_cache &c, int layer, int block, int head, int
     return (((int64_t)layer * c.n_blocks + block) * c.n_kv_heads + head) * c.block_tokens * dim;
 }
 
-struct rope_args {
-    float *q_out;
-    int64_t q_cols;
-    const float *qkv;
-    int64_t qkv_cols;
-    bgk_cache cache;
-    bgk_rows rows;
-    int layer, n_heads;
-    const float *q_norm, *k_norm;
-    float eps;
-    const float *freq;
-    int n_rot;
-    bool neox;
-    float mscale;
-};
-
-template <typename T> __global__ void rope_store_heads(rope_args a)
-{
-    __shared__ float v[MAX_DIM];
-    __shared__ float part[WARPS];
-    const bgk_cache &c = a.cache;
-    const int row = blockIdx.x, head = blockIdx.y, dim = c.k_dim;
-    const int pos = a.rows.pos[row], block_tokens = c.block_tokens;
-    const int block = a.rows.blocks[a.rows.block0[a.rows.seq[row]] + pos / block_tokens];
-    const int at = pos % block_tokens;
-    const float *x = a.qkv + row * a.qkv_cols;
-    if (head >= a.n_heads + c.n_kv_heads) { /* a value: stored as it is */
-        const int kv = head - a.n_heads - c.n_kv_heads;
-        T *to = (T *)c.v + place(c, a.layer, block, kv, c.v_dim) + at * c.v_dim;
-        const float *from = x + (a.n_heads + c.n_kv_heads) * dim + kv * c.v_dim;
-        for (int i = threadIdx.x; i < c.v_dim; i += BLOCK)
-            store(to + i, from[i]);
-        return;
-    }
-    const bool is_q = head < a.n_heads;
-    const float *norm = is_q ? a.q_norm : a.k_norm;
-    float sum = 0;
-    for (int i = threadIdx.x; i < dim; i += BLOCK) {
-        v[i] = x[head * dim + i];
-        sum = fmaf(v[i], v[i], sum);
-    }
-    if (norm) {
-        for (int d = 16; d > 0; d /= 2)
-            sum += __shfl_xor_sync(0xffffffffu, sum, d);
-        if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
-        __syncthreads();
-        float total = 0;
-        for (int i = 0; i < WARPS; i++)
-            total += part[i];
-        const float f = 1.0f / sqrtf(total / (float)dim + a.eps);
-        for (int i = threadIdx.x; i < dim; i += BLOCK)
-            v[i] = v[i] * f * norm[i];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; a.freq && i < a.n_rot / 2; i += BLOCK) {
-        const int lo = a.neox ? i : 2 * i, hi = a.neox ? i + a.n_rot / 2 : 2 * i + 1;
-        const float angle = (float)pos * a.freq[i];
-        const float cosine = cosf(angle) * a.mscale, sine = sinf(angle) * a.mscale;
-        const float p = v[lo], q = v[hi];
-        v[lo] = p * cosine - q * sine;
-        v[hi] = p * sine + q * cosine;
-    }
-    __syncthreads();
-    if (is_q) {
-        for (int i = threadIdx.x; i < dim; i += BLOCK)
-            a.q_out[row * a.q_cols + head * dim + i] = v[i];
-    } else {
-        T *to = (T *)c.k + place(c, a.layer, block, head - a.n_heads, dim) + at * dim;
-        for (int i = threadIdx.x; i < dim; i += BLOCK)
-            store(to + i, v[i]);
-    }
-}
-
 struct attention_args {
-    float *out;
-    int64_t out_cols;
+    bgk_out out;
     const float *q;
     int64_t q_cols;
     bgk_cache cache;
     bgk_rows rows;
-    int layer, head0, kv_head0, group;
-    float scale, softcap;
-    int window;
-    const float *sinks;
+    bgk_heads h;
 };
 
 template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_args a)
@@ -165,10 +73,13 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
     __shared__ float acc_of[WARPS][MAX_DIM];
     __shared__ float max_of[WARPS], sum_of[WARPS];
     const bgk_cache &c = a.cache;
+    const bgk_heads &h = a.h;
     const int row = blockIdx.x, head = blockIdx.y, dim = c.k_dim, v_dim = c.v_dim;
+    ptx_wait_prior();
+    ptx_let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int kv = (a.head0 + head) / a.group - a.kv_head0;
-    const int pos = a.rows.pos[row], first = a.window && pos >= a.window ? pos - a.window + 1 : 0;
+    const int kv = (h.head0 + head) / h.group - h.kv_head0;
+    const int pos = a.rows.pos[row], first = h.window && pos >= h.window ? pos - h.window + 1 : 0;
     const int32_t *table = a.rows.blocks + a.rows.block0[a.rows.seq[row]];
     for (int i = threadIdx.x; i < dim; i += BLOCK)
         q[i] = a.q[row * a.q_cols + head * dim + i];
@@ -184,10 +95,10 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
         float score = -INFINITY;
         if (key >= first && key <= pos) {
             const int block = table[key / c.block_tokens];
-            const T *k = (const T *)c.k + place(c, a.layer, block, kv, dim) +
+            const T *k = (const T *)c.k + place(c, h.layer, block, kv, dim) +
                          (int64_t)(key % c.block_tokens) * dim;
-            score = dot(q, k, dim) * a.scale;
-            if (a.softcap > 0) score = a.softcap * tanhf(score / a.softcap);
+            score = dot(q, k, dim) * h.scale;
+            if (h.softcap > 0) score = h.softcap * tanhf(score / h.softcap);
         }
         float top = score;
         for (int d = 16; d > 0; d /= 2)
@@ -206,7 +117,7 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
         for (int j = max(0, first - chunk * 32); j <= last; j++) {
             const int kj = chunk * 32 + j, block = table[kj / c.block_tokens];
             const float pj = __shfl_sync(0xffffffffu, p, j);
-            const T *v = (const T *)c.v + place(c, a.layer, block, kv, v_dim) +
+            const T *v = (const T *)c.v + place(c, h.layer, block, kv, v_dim) +
                          (int64_t)(kj % c.block_tokens) * v_dim;
 #pragma unroll
             for (int i = 0; i < MAX_DIM / 128; i++) {
@@ -229,10 +140,10 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
         if (at < v_dim) acc_of[warp][at] = acc[i];
     }
     __syncthreads();
-    float all = a.sinks ? a.sinks[head] : -INFINITY;
+    float all = h.sinks ? h.sinks[head] : -INFINITY;
     for (int w = 0; w < WARPS; w++)
         all = fmaxf(all, max_of[w]);
-    float total = a.sinks ? expf(a.sinks[head] - all) : 0.0f;
+    float total = h.sinks ? expf(h.sinks[head] - all) : 0.0f;
     float weight[WARPS];
     for (int w = 0; w < WARPS; w++) {
         weight[w] = max_of[w] == -INFINITY ? 0.0f : expf(max_of[w] - all);
@@ -242,8 +153,9 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) attend(attention_
         float v = 0;
         for (int w = 0; w < WARPS; w++)
             v = fmaf(weight[w], acc_of[w][i], v);
-        a.out[row * a.out_cols + head * v_dim + i] = v / total;
+        put(a.out, row, head * v_dim + i, v / total);
     }
+    fill_last_group(a.out, row, head, h.n_heads, v_dim, threadIdx.x, BLOCK);
 }
 
 bool bad_cache(const bgk_cache *c)
@@ -254,41 +166,17 @@ bool bad_cache(const bgk_cache *c)
 
 } // namespace
 
-cudaError_t bgk_rope_store(float *q_out, int64_t q_cols, const float *qkv, int64_t qkv_cols,
-                           const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
-                           const float *q_norm, const float *k_norm, float eps, const float *freq,
-                           int n_rot, bool neox, float mscale, cudaStream_t stream)
+cudaError_t bgk_attention(const bgk_out *out, const float *q, int64_t q_cols,
+                          const bgk_cache *cache, const bgk_rows *r, const bgk_heads *heads,
+                          cudaStream_t stream)
 {
-    if (bad_cache(cache) || n_heads < 0 || n_rot % 2 || n_rot > cache->k_dim)
+    if (bad_cache(cache) || bad_heads(heads, cache) || bad_attention_out(out) ||
+        cache->type == BGK_Q8)
         return cudaErrorInvalidValue;
-    if (!r->rows) return cudaSuccess;
-    const rope_args a = {q_out,  q_cols, qkv, qkv_cols, *cache, *r,   layer, n_heads,
-                         q_norm, k_norm, eps, freq,     n_rot,  neox, mscale};
-    const dim3 grid(r->rows, n_heads + 2 * cache->n_kv_heads);
-    if (cache->type == BGK_F32)
-        rope_store_heads<float><<<grid, BLOCK, 0, stream>>>(a);
-    else if (cache->type == BGK_F16)
-        rope_store_heads<__half><<<grid, BLOCK, 0, stream>>>(a);
-    else
-        rope_store_heads<__nv_bfloat16><<<grid, BLOCK, 0, stream>>>(a);
-    return cudaGetLastError();
-}
-
-cudaError_t bgk_attention(float *out, int64_t out_cols, const float *q, int64_t q_cols,
-                          const bgk_cache *cache, const bgk_rows *r, int layer, int n_heads,
-                          int head0, int kv_head0, int group, float scale, float softcap,
-                          int window, const float *sinks, cudaStream_t stream)
-{
-    if (bad_cache(cache) || n_heads < 0 || group < 1 || window < 0) return cudaErrorInvalidValue;
-    if (!r->rows || !n_heads) return cudaSuccess;
-    const attention_args a = {out,   out_cols, q,     q_cols, *cache,  *r,     layer,
-                              head0, kv_head0, group, scale,  softcap, window, sinks};
-    const dim3 grid(r->rows, n_heads);
-    if (cache->type == BGK_F32)
-        attend<float><<<grid, BLOCK, 0, stream>>>(a);
-    else if (cache->type == BGK_F16)
-        attend<__half><<<grid, BLOCK, 0, stream>>>(a);
-    else
-        attend<__nv_bfloat16><<<grid, BLOCK, 0, stream>>>(a);
-    return cudaGetLastError();
+    if (!r->rows || !heads->n_heads) return cudaSuccess;
+    const attention_args a = {*out, q, q_cols, *cache, *r, *heads};
+    const dim3 grid(r->rows, heads->n_heads);
+    if (cache->type == BGK_F32) return launch_after(attend<float>, grid, BLOCK, 0, stream, a);
+    if (cache->type == BGK_F16) return launch_after(attend<__half>, grid, BLOCK, 0, stream, a);
+    return launch_after(attend<__nv_bfloat16>, grid, BLOCK, 0, stream, a);
 }

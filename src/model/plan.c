@@ -113,9 +113,11 @@ bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int ran
 
 uint64_t bg_kv_bytes_per_token(const bg_desc *d, const bg_shard *s, bg_cache_type type)
 {
-    const uint64_t bytes = type == BG_CACHE_F32 ? 4 : 2;
-    return (uint64_t)d->n_layers * (uint64_t)s->n_kv_heads * (uint64_t)(d->head_dim + d->v_dim) *
-           bytes;
+    const uint64_t values = (uint64_t)(d->head_dim + d->v_dim);
+    const uint64_t head = type == BG_CACHE_Q8    ? values + 2 * sizeof(float)
+                          : type == BG_CACHE_F32 ? values * 4
+                                                 : values * 2;
+    return (uint64_t)d->n_layers * (uint64_t)s->n_kv_heads * head;
 }
 
 uint64_t bg_macs_per_token(const bg_desc *d)

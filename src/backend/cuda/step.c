@@ -81,7 +81,7 @@ static size_t lay_out(bg_cuda *c, int rows, int seqs, int outs)
     return (size_t)(at - c->step);
 }
 
-static bg_status make_step(bg_cuda *c, bg_error *err)
+bg_status bg_cuda_step_new(bg_cuda *c, bg_error *err)
 {
     const size_t rows = (size_t)c->config.max_tokens, seqs = (size_t)c->config.max_seqs;
     c->step = NULL;
@@ -198,31 +198,6 @@ bg_status bg_cuda_gather_ids(bg_cuda *c, bg_error *err)
 /* ---- the vtable's -----------------------------------------------------------------------------
  */
 
-bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err)
-{
-    static const bgk_type types[] = {
-        [BG_CACHE_F16] = BGK_F16, [BG_CACHE_BF16] = BGK_BF16, [BG_CACHE_F32] = BGK_F32};
-    bg_cuda *c = (bg_cuda *)b;
-    if (c->has_cache) return bg_fail(err, BG_INTERNAL, "a backend has one KV cache");
-    const size_t elem = spec->type == BG_CACHE_F32 ? 4 : 2;
-    const size_t slots = (size_t)spec->n_layers * (size_t)spec->n_blocks *
-                         (size_t)spec->n_kv_heads * (size_t)spec->block_tokens;
-    c->cache = (bgk_cache){.type = types[spec->type],
-                           .n_blocks = spec->n_blocks,
-                           .n_kv_heads = spec->n_kv_heads,
-                           .block_tokens = spec->block_tokens,
-                           .k_dim = spec->k_dim,
-                           .v_dim = spec->v_dim};
-    c->n_layers = spec->n_layers;
-    bg_status st =
-        bg_cuda_take(c, &c->cache.k, slots * (size_t)spec->k_dim * elem, "KV cache", err);
-    if (!st) st = bg_cuda_take(c, &c->cache.v, slots * (size_t)spec->v_dim * elem, "KV cache", err);
-    if (!st) st = bg_steps_cache(&c->s, spec, err);
-    if (!st) st = make_step(c, err);
-    c->has_cache = !st;
-    return st;
-}
-
 bg_status bg_cuda_slot_seat(bg_backend *b, int slot, const bg_sampling *s, const int32_t *tokens,
                             int n_tokens, int n_generated, bg_error *err)
 {
@@ -258,13 +233,3 @@ int bg_cuda_n_out(const bg_backend *b)
     return ((const bg_cuda *)b)->s.n_out;
 }
 
-size_t bg_cuda_attention_ints(const bg_cuda *c, int rows, int seqs)
-{
-    (void)c, (void)rows, (void)seqs;
-    return 0;
-}
-
-void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs)
-{
-    (void)c, (void)host, (void)rows, (void)seqs;
-}

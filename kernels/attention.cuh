@@ -1,0 +1,473 @@
+/* kernels/attention.cuh - what attention kernels share: writing results, and on tensor cores the
+ * one arithmetic that gives a row the same bits in every kernel.
+ *
+ * A unit is 64 keys, from a multiple of 64 on. For 16 query rows and a unit:
+ *   S = q K^T (mma, q in 16 bits), then times scale, softcap, times log2 e; -inf where masked
+ *   m = max S; P = exp2(S - m); l = sum of P; O = P V (mma, P in 16 bits)
+ * and units are merged in their order into the row's running (m, l, O), all float32. A unit that is
+ * wholly masked for a row leaves its (m, l, O) as they are. Q8: mma takes the int8 values as
+ * halves; scales go to S before everything else, and to P after the sum.
+ *
+ * Chunks: K and V come to shared memory as [64 keys][128 bytes], the 16-byte piece p of key j at
+ * piece p ^ (j % 8); keys at or beyond the end are zero. A chunk holds CHUNK columns, the last
+ * maybe fewer. Q8: behind a chunk, 64 float scales. */
+#ifndef BGK_ATTENTION_CUH
+#define BGK_ATTENTION_CUH
+
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "bgk.h"
+#include "launch.cuh"
+#include "ptx.cuh"
+#include "tiles.cuh"
+
+/* ---- results -------------------------------------------------------------------------------- */
+
+__device__ inline void put(const bgk_out &out, int row, int col, float v)
+{
+    if (out.layout == BGK_TILES)
+        ((__half *)out.data)[tile_at(out.stride, row, col)] = tile_half(v);
+    else
+        ((float *)out.data)[row * out.stride + col] = v;
+}
+
+/* The last head's threads write zeros to the columns that fill up the last group. */
+__device__ inline void fill_last_group(const bgk_out &out, int row, int head, int n_heads, int dim,
+                                       int thread, int n_threads)
+{
+    if (out.layout != BGK_TILES || head != n_heads - 1) return;
+    const int end = (n_heads * dim + BGK_TILE_COLS - 1) / BGK_TILE_COLS * BGK_TILE_COLS;
+    for (int col = n_heads * dim + thread; col < end; col += n_threads)
+        put(out, row, col, 0.0f);
+}
+
+inline bool bad_attention_out(const bgk_out *o)
+{
+    if (o->layout == BGK_ROWS) return false;
+    return o->layout != BGK_TILES || o->stride % BGK_TILE_ROWS || (uintptr_t)o->data % 1024;
+}
+
+inline bool bad_heads(const bgk_heads *h, const bgk_cache *c)
+{
+    return h->layer < 0 || h->n_heads < 0 || h->group < 1 || h->window < 0 || h->head0 < 0 ||
+           h->kv_head0 < 0 ||
+           (h->n_heads && (h->head0 + h->n_heads - 1) / h->group - h->kv_head0 >= c->n_kv_heads) ||
+           (h->n_heads && h->head0 / h->group < h->kv_head0);
+}
+
+/* ---- shapes ---------------------------------------------------------------------------------- */
+
+template <typename T, int D> struct att_shape {
+    static constexpr bool Q8 = sizeof(T) == 1;
+    static constexpr int ELEM = (int)sizeof(T), CHUNK = 128 / ELEM;
+    static constexpr int CHUNKS = (D + CHUNK - 1) / CHUNK; /* of K, and of V */
+    static constexpr int LAST = D - (CHUNKS - 1) * CHUNK;  /* columns of the last */
+    static constexpr int CHUNK_BYTES = BGK_UNIT * 128, STAGE = CHUNK_BYTES + (Q8 ? 256 : 0);
+    static constexpr int SLAB = Q8 ? 4 : 2; /* tiles of 8 columns that one ldmatrix brings of V */
+};
+
+/* Column of value e (0, 1) in a thread's part of the 8 columns nt of O; t = lane % 4. */
+template <bool Q8> __device__ inline int att_col(int nt, int t, int e)
+{
+    return Q8 ? nt / 2 * 16 + 4 * t + nt % 2 + 2 * e : 8 * nt + 2 * t + e;
+}
+
+/* ---- single instructions ----------------------------------------------------------------------
+ */
+
+__device__ inline uint32_t att_shared(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ inline float att_exp2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* 16 bytes, or zeros. */
+__device__ inline void att_copy16(uint32_t to, const void *from, bool any)
+{
+    const int n = any ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n)
+                 : "memory");
+}
+
+__device__ inline void att_copy4(uint32_t to, const void *from, bool any)
+{
+    const int n = any ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n)
+                 : "memory");
+}
+
+__device__ inline void att_matrix4(uint32_t (&r)[4], uint32_t at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+__device__ inline void att_matrix4_trans(uint32_t (&r)[4], uint32_t at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+template <typename T>
+__device__ inline void att_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    if constexpr (sizeof(T) == 2 && !std::is_same<T, __half>::value)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Two values of P, as mma takes them. */
+template <typename T> __device__ inline uint32_t att_pack(float a, float b)
+{
+    if constexpr (sizeof(T) == 2 && !std::is_same<T, __half>::value) {
+        const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+        return *(const uint32_t *)&v;
+    } else {
+        const __half2 v = __floats2half2_rn(a, b);
+        return *(const uint32_t *)&v;
+    }
+}
+
+/* Two of four int8 values (each with 128 added) as halves: bytes by prmt's selector, exactly. */
+template <int SELECT> __device__ inline uint32_t att_halves(uint32_t four)
+{
+    const uint32_t raised = __byte_perm(four, 0x64646464u, SELECT); /* 1024 + byte */
+    const __half2 v = __hsub2(*(const __half2 *)&raised, __floats2half2_rn(1152.0f, 1152.0f));
+    return *(const uint32_t *)&v;
+}
+
+/* ---- keys and values to shared memory ---------------------------------------------------------
+ */
+
+/* The keys of one sequence, layer and KV head. Its rows in the cache are numbered from its layer
+ * and head's first on. */
+struct att_keys {
+    const char *k, *v;
+    const float *k_scale, *v_scale;
+    const int32_t *table;
+    int block_tokens, block_rows; /* rows from one block to the next */
+};
+
+template <typename T>
+__device__ inline att_keys att_keys_of(const bgk_att &a, int32_t block0, int kv_head)
+{
+    const bgk_cache &c = a.cache;
+    const int64_t row =
+        ((int64_t)a.heads.layer * c.n_blocks * c.n_kv_heads + kv_head) * c.block_tokens;
+    att_keys s;
+    s.k = (const char *)c.k + row * c.k_dim * (int64_t)sizeof(T);
+    s.v = (const char *)c.v + row * c.v_dim * (int64_t)sizeof(T);
+    s.k_scale = c.k_scale + row;
+    s.v_scale = c.v_scale + row;
+    s.table = a.blocks + block0;
+    s.block_tokens = c.block_tokens;
+    s.block_rows = c.n_kv_heads * c.block_tokens;
+    return s;
+}
+
+constexpr uint32_t ATT_NONE = 0xffffffffu;
+
+/* KEYS consecutive keys of a warp: lane l's are l, l + 32, ... of them. Block numbers are looked up
+ * ahead of need. */
+template <int KEYS> struct att_rows {
+    static constexpr int N = (KEYS + 31) / 32;
+    int block[N];
+    uint32_t row[N];
+
+    __device__ void look_up(const att_keys &s, int key0, int end, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int key = key0 + 32 * i + lane;
+            block[i] = key < end && 32 * i + lane < KEYS ? s.table[key / s.block_tokens] : -1;
+        }
+    }
+
+    /* From the blocks that were looked up for the same keys. */
+    __device__ void take(const att_keys &s, int key0, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int key = key0 + 32 * i + lane;
+            row[i] = block[i] < 0 ? ATT_NONE
+                                  : (uint32_t)block[i] * (uint32_t)s.block_rows +
+                                        (uint32_t)(key % s.block_tokens);
+        }
+    }
+};
+
+/* PIECES 16-byte pieces of each of the warp's keys, from byte0 of the head's row on, to the chunk
+ * at `to`, where they are keys `first` and on. */
+template <int KEYS, int PIECES, int ROW_BYTES>
+__device__ inline void att_copy(uint32_t to, const char *from, int byte0,
+                                const att_rows<KEYS> &rows, int first, int lane)
+{
+    constexpr int ALL = KEYS * PIECES;
+#pragma unroll
+    for (int i = 0; i < (ALL + 31) / 32; i++) {
+        const int at = 32 * i + lane, key = at / PIECES, piece = at % PIECES;
+        const uint32_t row =
+            __shfl_sync(0xffffffffu, rows.row[KEYS > 32 && i >= PIECES ? 1 : 0], key % 32);
+        if (ALL % 32 && at >= ALL) continue;
+        const bool any = row != ATT_NONE;
+        const char *src = from + (any ? (int64_t)row * ROW_BYTES + byte0 + piece * 16 : 0);
+        const int j = first + key;
+        att_copy16(to + (uint32_t)(j * 128 + ((piece ^ (j & 7)) << 4)), src, any);
+    }
+}
+
+/* Chunk c of K (is_v false) or V; Q8: its scales too. */
+template <typename T, int D, int KEYS>
+__device__ inline void att_load(uint32_t to, const att_keys &s, bool is_v, int c,
+                                const att_rows<KEYS> &rows, int first, int lane)
+{
+    using S = att_shape<T, D>;
+    const char *from = is_v ? s.v : s.k;
+    if (c < S::CHUNKS - 1)
+        att_copy<KEYS, 8, D * S::ELEM>(to, from, c * 128, rows, first, lane);
+    else
+        att_copy<KEYS, S::LAST * S::ELEM / 16, D * S::ELEM>(to, from, c * 128, rows, first, lane);
+    if constexpr (S::Q8) {
+        const float *scale = is_v ? s.v_scale : s.k_scale;
+#pragma unroll
+        for (int i = 0; i < att_rows<KEYS>::N; i++) {
+            const int key = 32 * i + lane;
+            if (key >= KEYS) continue;
+            const bool any = rows.row[i] != ATT_NONE;
+            att_copy4(to + (uint32_t)(S::CHUNK_BYTES + 4 * (first + key)),
+                      scale + (any ? rows.row[i] : 0u), any);
+        }
+    }
+}
+
+/* ---- a unit -----------------------------------------------------------------------------------
+ */
+
+/* S += q K^T over 16 dims, step ks of a chunk of K; M tiles of 16 rows. Q8: dims stand in the order
+ * 4t, 4t + 1 (k 2t, 2t + 1), 4t + 2, 4t + 3 (k 2t + 8, 2t + 9), in q too. */
+template <typename T, int M>
+__device__ inline void att_scores(float (&s)[M][8][4], const uint32_t (&q)[M][4], uint32_t chunk,
+                                  int ks, int lane)
+{
+    if constexpr (sizeof(T) == 1) {
+        const int j = lane / 4;
+        const uint32_t at = chunk + (uint32_t)(j * 128 + ((ks ^ j) << 4) + 4 * (lane % 4));
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            uint32_t four;
+            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(four) : "r"(at + n * 1024) : "memory");
+            four ^= 0x80808080u;
+            const uint32_t b0 = att_halves<0x4140>(four), b1 = att_halves<0x4342>(four);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                att_mma<T>(s[m][n], q[m], b0, b1);
+        }
+    } else {
+        const int r = lane % 8;
+        const uint32_t at =
+            chunk + (uint32_t)((lane / 16 * 8 + r) * 128 + (((2 * ks + lane / 8 % 2) ^ r) << 4));
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            uint32_t b[4];
+            att_matrix4(b, at + n * 2048);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                att_mma<T>(s[m][2 * n], q[m], b[0], b[1]);
+                att_mma<T>(s[m][2 * n + 1], q[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* How scores become exponents: exp2(by * s), with a cap s is the tanh of pre * score. */
+struct att_scaling {
+    float by, pre;
+    bool cap;
+};
+
+__device__ inline att_scaling att_scaling_of(const bgk_heads &h)
+{
+    constexpr float LOG2E = 1.4426950408889634f;
+    att_scaling x;
+    x.cap = h.softcap > 0;
+    x.by = __fmul_rn(x.cap ? h.softcap : h.scale, LOG2E);
+    x.pre = x.cap ? __fdiv_rn(h.scale, h.softcap) : 1.0f;
+    return x;
+}
+
+__device__ inline float att_tanh(float x)
+{
+    const float e = att_exp2(__fmul_rn(x, 2.885390081777927f));
+    return __fadd_rn(1.0f, -__fdiv_rn(2.0f, __fadd_rn(1.0f, e)));
+}
+
+/* Of 16 rows, of which a thread has lane / 4 and that + 8: S to P (in 16 bits, p), and the unit's m
+ * and l. Row i sees keys lo[i] .. hi[i] (of the unit: 0..63), all if !mask. k_scale, v_scale: Q8's
+ * 64. */
+template <typename T>
+__device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l)[2],
+                                   float (&s)[8][4], const att_scaling &x, bool mask,
+                                   const int (&lo)[2], const int (&hi)[2], const float *k_scale,
+                                   const float *v_scale, int lane)
+{
+    const int t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        float by[2] = {1, 1};
+        if constexpr (sizeof(T) == 1) *(float2 *)by = *(const float2 *)(k_scale + 8 * n + 2 * t);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if constexpr (sizeof(T) == 1) s[n][e] = __fmul_rn(s[n][e], by[e % 2]);
+            if (x.cap) s[n][e] = att_tanh(__fmul_rn(s[n][e], x.pre));
+        }
+    }
+    if (mask) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int key = 8 * n + 2 * t + e % 2, i = e / 2;
+                if (key < lo[i] || key > hi[i]) s[n][e] = -INFINITY;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            most = fmaxf(most, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        m[i] = __fmul_rn(most, x.by);
+        const float base = most == -INFINITY ? 0.0f : -m[i];
+        float sum = 0;
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; e++) {
+                s[n][e] = att_exp2(__fmaf_rn(s[n][e], x.by, base));
+                sum = __fadd_rn(sum, s[n][e]);
+            }
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+        l[i] = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+    }
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        if constexpr (sizeof(T) == 1) {
+            const float2 by = *(const float2 *)(v_scale + 8 * n + 2 * t);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[n][e] = __fmul_rn(s[n][e], e % 2 ? by.y : by.x);
+        }
+        p[n / 2][n % 2 * 2] = att_pack<T>(s[n][0], s[n][1]);
+        p[n / 2][n % 2 * 2 + 1] = att_pack<T>(s[n][2], s[n][3]);
+    }
+}
+
+/* The unit's O in slab `slab` of a chunk of V: SLAB tiles of 8 columns. */
+template <typename T, int M, int SLAB>
+__device__ inline void att_values(float (&o)[M][SLAB][4], const uint32_t (&p)[M][4][4],
+                                  uint32_t chunk, int slab, int lane)
+{
+    const int r = lane % 8;
+    const uint32_t at =
+        chunk + (uint32_t)((lane / 8 % 2 * 8 + r) * 128 + (((2 * slab + lane / 16) ^ r) << 4));
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < SLAB; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[m][n][e] = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        uint32_t b[4];
+        att_matrix4_trans(b, at + k * 2048);
+        if constexpr (sizeof(T) == 1) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                b[i] ^= 0x80808080u;
+#pragma unroll
+            for (int half = 0; half < 2; half++) { /* 16 columns: the even ones, the odd ones */
+                const uint32_t x = b[2 * half], y = b[2 * half + 1];
+                const uint32_t x0 = att_halves<0x4240>(x), y0 = att_halves<0x4240>(y);
+                const uint32_t x1 = att_halves<0x4341>(x), y1 = att_halves<0x4341>(y);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    att_mma<T>(o[m][2 * half], p[m][k], x0, y0);
+                    att_mma<T>(o[m][2 * half + 1], p[m][k], x1, y1);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                att_mma<T>(o[m][0], p[m][k], b[0], b[1]);
+                att_mma<T>(o[m][1], p[m][k], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* ---- merging ----------------------------------------------------------------------------------
+ */
+
+struct att_weights {
+    float old, add;
+};
+
+/* The running largest exponent m takes the unit's in. */
+__device__ inline att_weights att_merge(float &m, float m_unit)
+{
+    const float now = fmaxf(m, m_unit), base = now == -INFINITY ? 0.0f : now;
+    const att_weights w = {att_exp2(__fadd_rn(m, -base)), att_exp2(__fadd_rn(m_unit, -base))};
+    m = now;
+    return w;
+}
+
+__device__ inline float att_merged(float old, float unit, const att_weights &w)
+{
+    return __fmaf_rn(old, w.old, __fmul_rn(unit, w.add));
+}
+
+/* What O is multiplied by at the end. */
+__device__ inline float att_factor(float m, float l, const float *sinks, int head)
+{
+    if (!sinks) return __fdiv_rn(1.0f, l);
+    const float sink = __fmul_rn(sinks[head], 1.4426950408889634f), all = fmaxf(m, sink);
+    const float w = att_exp2(__fadd_rn(m, -all));
+    return __fdiv_rn(w, __fmaf_rn(l, w, att_exp2(__fadd_rn(sink, -all))));
+}
+
+/* Query heads of this rank that read a KV head: [first, first + n). */
+struct att_group {
+    int first, n;
+};
+
+__device__ inline att_group att_group_of(const bgk_heads &h, int kv_head)
+{
+    const int at = (h.kv_head0 + kv_head) * h.group - h.head0;
+    const int first = max(at, 0), end = min(at + h.group, h.n_heads);
+    return {first, max(end - first, 0)};
+}
+
+#endif

@@ -1,0 +1,305 @@
+/* kernels/attention_tiles.cu - attention of prompts: many consecutive tokens of a sequence.
+ *
+ *   requires  a cache that bgk_attention_fits(); scale > 0
+ *   launch    a block an item, KV head and 128 (token, query head) pairs of them, a token's heads
+ *             beside each other; four warps with two tiles of 16 rows each, or (256 values a head)
+ *             eight with one. May start early
+ *   memory    Q, and two stages of a unit's K and V, in shared memory
+ *   order     attention.cuh: a block takes its units in their order; a unit is skipped only where
+ * no row of a warp sees any of its keys proof     tests/gpu/test_attention.c */
+#include "attention.cuh"
+
+namespace
+{
+
+constexpr int ROWS = 128;
+
+struct tiles_args {
+    bgk_out out;
+    bgk_att a;
+    const bgk_item *items;
+};
+
+template <typename T, int D> struct tile_shape {
+    using S = att_shape<T, D>;
+    static constexpr int M = D > 128 ? 1 : 2, WARPS = ROWS / 16 / M, BLOCK = 32 * WARPS;
+    static constexpr int KEYS = BGK_UNIT / WARPS; /* of a unit, that a warp brings */
+    static constexpr int PANELS = (D + 63) / 64;  /* of Q: [128 rows][64 values], as chunks */
+    static constexpr int Q_BYTES = PANELS * ROWS * 128, UNIT_BYTES = S::CHUNKS * S::STAGE;
+    static constexpr int BYTES = Q_BYTES + 4 * UNIT_BYTES;
+};
+
+/* Q of the block's rows, 0 where there is none. Q8: as att_scores() wants dims. */
+template <typename T, int D>
+__device__ void load_q(unsigned char *to, const bgk_att &a, int row0, int head0, int n_heads,
+                       int pair0, int n_pairs)
+{
+    constexpr int TWOS = D / 16; /* pairs of pieces, 16 values */
+    for (int i = threadIdx.x; i < ROWS * TWOS; i += tile_shape<T, D>::BLOCK) {
+        const int r = i / TWOS, two = i % TWOS, pair = pair0 + r;
+        uint4 x = {}, y = {};
+        if (pair < n_pairs) {
+            const uint4 *from =
+                (const uint4 *)((const uint16_t *)a.q + (row0 + pair / n_heads) * a.q_cols +
+                                (int64_t)(head0 + pair % n_heads) * D + two * 16);
+            x = from[0];
+            y = from[1];
+        }
+        if (sizeof(T) == 1) {
+            const uint4 even = make_uint4(x.x, x.z, y.x, y.z);
+            y = make_uint4(x.y, x.w, y.y, y.w);
+            x = even;
+        }
+        unsigned char *row = to + two / 4 * ROWS * 128 + r * 128;
+        *(uint4 *)(row + (((two % 4 * 2) ^ (r & 7)) << 4)) = x;
+        *(uint4 *)(row + (((two % 4 * 2 + 1) ^ (r & 7)) << 4)) = y;
+    }
+}
+
+/* A row's O, as the thread has it, to where it goes. */
+template <typename T, int D>
+__device__ void store_o(const bgk_out &out, int row, int head, int n_heads,
+                        const float (&o)[D / 8][4], int e0, float f, int t)
+{
+    constexpr bool Q8 = sizeof(T) == 1;
+    if (out.layout == BGK_TILES && D % 64 == 0 && !Q8) {
+#pragma unroll
+        for (int g = 0; g < D / 64; g++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) { /* columns c, c + 1 and 32 further */
+                const int low = 8 * g + n, c = 8 * n + 2 * t;
+                const __half2 v[2] = {__halves2half2(tile_half(__fmul_rn(o[low][e0], f)),
+                                                     tile_half(__fmul_rn(o[low + 4][e0], f))),
+                                      __halves2half2(tile_half(__fmul_rn(o[low][e0 + 1], f)),
+                                                     tile_half(__fmul_rn(o[low + 4][e0 + 1], f)))};
+                __half *to = (__half *)out.data +
+                             tile_piece(out.stride, row, head * (D / 64) + g, c / 4) + c % 4 * 2;
+                *(uint2 *)to = *(const uint2 *)v;
+            }
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            put(out, row, head * D + att_col<Q8>(n, t, e), __fmul_rn(o[n][e0 + e], f));
+    fill_last_group(out, row, head, n_heads, D, t, 4);
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
+    attend_tiles(tiles_args a)
+{
+    using S = att_shape<T, D>;
+    using L = tile_shape<T, D>;
+    constexpr int M = L::M;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+    unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V][chunks] */
+    ptx_wait_prior();
+    ptx_let_next_start();
+
+    const bgk_heads &h = a.a.heads;
+    const int kv = blockIdx.x;
+    const att_group group = att_group_of(h, kv);
+    const int4 raw = *(const int4 *)(a.items + blockIdx.z);
+    const bgk_item item = {raw.x, raw.y, raw.z, raw.w};
+    const int pair0 = (gridDim.y - 1 - blockIdx.y) * ROWS, n_pairs = item.n * group.n;
+    if (pair0 >= n_pairs) return;
+    const int last_pair = min(pair0 + ROWS, n_pairs) - 1;
+    const int block_lo = item.pos0 + pair0 / group.n, block_hi = item.pos0 + last_pair / group.n;
+    const int first_key = h.window ? max(block_lo - h.window + 1, 0) : 0;
+    const int begin = first_key / BGK_UNIT, end = block_hi / BGK_UNIT + 1;
+    const int keys_end = block_hi + 1;
+    const att_keys keys = att_keys_of<T>(a.a, item.block0, kv);
+    const att_scaling scaling = att_scaling_of(h);
+
+    /* The warp's rows: positions of the first and last, and the thread's own. */
+    const int warp_pair = pair0 + warp * 16 * M;
+    const bool works = warp_pair < n_pairs;
+    const int warp_lo = item.pos0 + warp_pair / group.n;
+    const int warp_hi = item.pos0 + min(warp_pair + 16 * M - 1, n_pairs - 1) / group.n;
+    int pos[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
+            pos[m][i] = item.pos0 + min(pair, n_pairs - 1) / group.n;
+        }
+
+    att_rows<L::KEYS> at;
+    at.look_up(keys, begin * BGK_UNIT + warp * L::KEYS, keys_end, lane);
+    auto issue = [&](int unit) {
+        const int key0 = unit * BGK_UNIT + warp * L::KEYS;
+        unsigned char *to = units + unit % 2 * 2 * L::UNIT_BYTES;
+        at.take(keys, key0, lane);
+        at.look_up(keys, key0 + BGK_UNIT, keys_end, lane);
+#pragma unroll
+        for (int c = 0; c < 2 * S::CHUNKS; c++)
+            att_load<T, D, L::KEYS>(att_shared(to + c * S::STAGE), keys, c >= S::CHUNKS,
+                                    c % S::CHUNKS, at, warp * L::KEYS, lane);
+        ptx_copy_commit();
+    };
+    issue(begin);
+    load_q<T, D>(shared, a.a, item.row0, group.first, group.n, pair0, n_pairs);
+
+    const int q_row = warp * 16 * M + lane % 16; /* of an ldmatrix of A */
+    const uint32_t q_at = att_shared(shared) + (uint32_t)(q_row * 128);
+    float o[M][D / 8][4] = {};
+    float most[M][2], sum[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            most[m][i] = -INFINITY;
+            sum[m][i] = 0;
+        }
+    for (int unit = begin; unit < end; unit++) {
+        ptx_copy_wait<0>();
+        __syncthreads(); /* the unit is there, and all have left the one before */
+        if (unit + 1 < end) issue(unit + 1);
+        const int key0 = unit * BGK_UNIT;
+        if (!works || key0 > warp_hi || (h.window && key0 + BGK_UNIT - 1 < warp_lo - h.window + 1))
+            continue;
+        const unsigned char *k_at = units + unit % 2 * 2 * L::UNIT_BYTES;
+        const unsigned char *v_at = k_at + L::UNIT_BYTES;
+        float s[M][8][4] = {};
+#pragma unroll
+        for (int ks = 0; ks < D / 16; ks++) {
+            uint32_t q[M][4];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                att_matrix4(q[m],
+                            q_at + (uint32_t)(ks / 4 * ROWS * 128 + m * 16 * 128 +
+                                              (((ks % 4 * 2 + lane / 16) ^ (lane & 7)) << 4)));
+            constexpr int STEPS = S::CHUNK / 16;
+            att_scores<T, M>(s, q, att_shared(k_at + ks / STEPS * S::STAGE), ks % STEPS, lane);
+        }
+        const bool mask =
+            key0 + BGK_UNIT - 1 > warp_lo || (h.window && key0 < warp_hi - h.window + 1);
+        const float *k_scale = (const float *)(k_at + S::CHUNK_BYTES);
+        const float *v_scale = (const float *)(v_at + S::CHUNK_BYTES);
+        uint32_t p[M][4][4];
+        att_weights w[M][2];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            float m_unit[2], l_unit[2];
+            int lo[2], hi[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                hi[i] = pos[m][i] - key0;
+                lo[i] = h.window ? hi[i] - h.window + 1 : 0;
+            }
+            att_softmax<T>(p[m], m_unit, l_unit, s[m], scaling, mask, lo, hi, k_scale, v_scale,
+                           lane);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                w[m][i] = att_merge(most[m][i], m_unit[i]);
+                sum[m][i] = att_merged(sum[m][i], l_unit[i], w[m][i]);
+            }
+        }
+#pragma unroll
+        for (int nt = 0; nt < D / 8; nt += S::SLAB) {
+            constexpr int TILES = S::CHUNK / 8;
+            float v[M][S::SLAB][4];
+            att_values<T, M, S::SLAB>(v, p, att_shared(v_at + nt / TILES * S::STAGE),
+                                      nt % TILES / S::SLAB, lane);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < S::SLAB; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        o[m][nt + n][e] = att_merged(o[m][nt + n][e], v[m][n][e], w[m][e / 2]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
+            if (pair >= n_pairs) continue;
+            const int head = group.first + pair % group.n;
+            const float f = att_factor(most[m][i], sum[m][i], h.sinks, head);
+            store_o<T, D>(a.out, item.row0 + pair / group.n, head, h.n_heads, o[m], 2 * i, f, t);
+        }
+}
+
+template <typename T, int D> cudaError_t launch(const tiles_args &a, int n, cudaStream_t stream)
+{
+    using L = tile_shape<T, D>;
+    const cudaError_t e = cudaFuncSetAttribute(
+        attend_tiles<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES);
+    if (e != cudaSuccess) return e;
+    constexpr int TOKENS = BGK_TILE_TOKENS;
+    const int parts = (TOKENS * a.a.heads.group + ROWS - 1) / ROWS;
+    return launch_after(attend_tiles<T, D>,
+                        dim3((unsigned)a.a.cache.n_kv_heads, (unsigned)parts, (unsigned)n),
+                        L::BLOCK, L::BYTES, stream, a);
+}
+
+template <typename T> cudaError_t launch_type(const tiles_args &a, int n, cudaStream_t stream)
+{
+    switch (a.a.cache.k_dim) {
+    case 64:
+        return launch<T, 64>(a, n, stream);
+    case 96:
+        return launch<T, 96>(a, n, stream);
+    case 128:
+        return launch<T, 128>(a, n, stream);
+    default:
+        return launch<T, 256>(a, n, stream);
+    }
+}
+
+template <typename T> int bytes_of(int dim)
+{
+    switch (dim) {
+    case 64:
+        return tile_shape<T, 64>::BYTES;
+    case 96:
+        return tile_shape<T, 96>::BYTES;
+    case 128:
+        return tile_shape<T, 128>::BYTES;
+    case 256:
+        return tile_shape<T, 256>::BYTES;
+    default:
+        return 0;
+    }
+}
+
+} // namespace
+
+bool bgk_attention_fits(const bgk_cache *c)
+{
+    const int bytes = c->type == BGK_Q8 ? bytes_of<int8_t>(c->k_dim) : bytes_of<__half>(c->k_dim);
+    if (c->type == BGK_F32 || c->k_dim != c->v_dim || !bytes || c->block_tokens < 1) return false;
+    int device = 0, room = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+               cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           major >= 8 && room >= bytes;
+}
+
+cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
+                                cudaStream_t stream)
+{
+    const bgk_heads *h = &a->heads;
+    if (!bgk_attention_fits(&a->cache) || bad_heads(h, &a->cache) || bad_attention_out(out) ||
+        !(h->scale > 0) || n < 0 || n > 65535 || (uintptr_t)items % 16 || (uintptr_t)a->q % 16 ||
+        a->q_cols % 8)
+        return cudaErrorInvalidValue;
+    if (!n || !h->n_heads) return cudaSuccess;
+    const tiles_args args = {.out = *out, .a = *a, .items = items};
+    switch (a->cache.type) {
+    case BGK_F16:
+        return launch_type<__half>(args, n, stream);
+    case BGK_BF16:
+        return launch_type<__nv_bfloat16>(args, n, stream);
+    default:
+        return launch_type<int8_t>(args, n, stream);
+    }
+}

@@ -61,6 +61,7 @@ static const bg_ops cuda_ops = {
     .rope_store = bg_cuda_rope_store,
     .attention = bg_cuda_attention,
     .glu = bg_cuda_glu,
+    .linear_glu = bg_cuda_linear_glu,
     .all_reduce = bg_cuda_all_reduce,
     .gather_out = bg_cuda_gather_out,
     .logits = bg_cuda_logits,

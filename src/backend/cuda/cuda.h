@@ -210,6 +210,8 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
                                const bg_vec *w, float eps, bg_error *err);
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err);
+bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
+                             bg_act_fn fn, bg_error *err);
 bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
                       bg_error *err);
 bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err);

@@ -82,6 +82,15 @@ static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_l
                                       c->stream);
         return bg_cuda_done(err, e, l->name);
     }
+    if (c->tiled) {
+        const bgk_out o = {out, BGK_ROWS, out_cols};
+        const bgk_out in = bg_cuda_out(x);
+        if (l->tiles.n_ff || in.layout != BGK_TILES)
+            return bg_fail(err, BG_INTERNAL, "op linear: %s with %s", l->name, x->name);
+        return bg_cuda_done(
+            err, bgk_matmul(&o, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, c->stream),
+            l->name);
+    }
     return bg_cuda_done(err,
                         bgk_linear(out, out_cols, l->w, c->weights, l->bias, x->data, x->cols,
                                    n_rows, l->n_rows, l->k, l->k_padded, c->scratch, c->stream),
@@ -96,17 +105,31 @@ bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const b
     return st ? st : run_linear((bg_cuda *)b, out->data, out->cols, l, x, n_rows, err);
 }
 
+static const bgk_act FNS[] = {
+    [BG_SILU] = BGK_SILU, [BG_GELU_TANH] = BGK_GELU_TANH, [BG_GELU_ERF] = BGK_GELU_ERF};
+
+bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
+                             bg_act_fn fn, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    const int n_rows = c->s.n_rows;
+    bg_status st = fits(x, n_rows, l->k, "linear_glu", err);
+    if (!st) st = fits(out, n_rows, l->tiles.n_ff, "linear_glu", err);
+    if (st || !n_rows) return st;
+    const bgk_out o = bg_cuda_out(out), in = bg_cuda_out(x);
+    return bg_cuda_done(
+        err, bgk_matmul(&o, &l->tiles, in.data, in.stride, n_rows, FNS[fn], c->stream), l->name);
+}
+
 bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,
                       bg_error *err)
 {
-    static const bgk_act fns[] = {
-        [BG_SILU] = BGK_SILU, [BG_GELU_TANH] = BGK_GELU_TANH, [BG_GELU_ERF] = BGK_GELU_ERF};
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = fits(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
     if (!st) st = fits(out, c->s.n_rows, out->cols, "glu", err);
     if (st) return st;
     return bg_cuda_done(err,
-                        bgk_glu(out->data, out->cols, gate_up->data, gate_up->cols, fns[fn],
+                        bgk_glu(out->data, out->cols, gate_up->data, gate_up->cols, FNS[fn],
                                 c->s.n_rows, (int)out->cols, c->stream),
                         "op glu");
 }

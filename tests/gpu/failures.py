@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""What happens when a GPU's rank dies, errs, hangs or runs out of memory; and tensor and data
+parallel ranks that share one GPU. Prints PASS or FAIL for each case; exit 1 if one failed."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "e2e"))
+from common import BATCHGEN, TMP, commits, descendants, digest, environment, make_model, prompts, write_lines  # noqa: E402
+
+MODEL = f"{TMP}/failures.gguf"
+EACH = ["--commit-bytes", "1", "--commit-interval", "0.01"]
+DIR = tempfile.mkdtemp(dir=TMP)
+LIMIT_S = 100  # of one run
+
+
+class Bad(Exception):
+    pass
+
+
+def must(ok, why):
+    if not ok:
+        raise Bad(why)
+
+
+class Run:
+    """A job on the GPU: its output, exit status, messages and summary."""
+
+    def __init__(self, name, inp, *args, device="cuda:0", fault=None, on_start=None):
+        self.out = f"{DIR}/{name}.jsonl"
+        summary = f"{DIR}/{name}.summary"
+        env = environment()
+        if fault:
+            env["BATCHGEN_TEST_GPU_FAULT"] = fault
+        command = [BATCHGEN, "run", inp, "-m", MODEL, "-o", self.out, "--ordered", "--device", device, "--overwrite",
+                   "--max-model-len", "1024", "--max-num-seqs", "8", "--temperature", "0", "--kv-cache-memory", "256MiB",
+                   "--summary", summary, "--log-level", "info", *map(str, args)]
+        job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+        try:
+            if on_start:
+                on_start(job, self.out)
+            _, err = job.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            for p in [job.pid, *descendants(job.pid)]:
+                os.kill(p, signal.SIGKILL)
+            _, err = job.communicate()
+            raise Bad(f"{name}: not over after {LIMIT_S} s: {err.decode(errors='replace')[-1500:]}") from None
+        self.code, self.messages = job.returncode, err.decode(errors="replace")
+        self.summary = {}
+        if os.path.exists(summary):
+            with open(summary) as f:
+                self.summary = json.load(f)
+
+    def good(self):
+        must(self.code == 0, f"exit {self.code}: {self.messages[-1500:]}")
+        return self
+
+    def restarts(self):
+        return self.summary["engine"]["restarts"]
+
+    def texts(self):
+        with open(self.out) as f:
+            return [[json.loads(line).get(k) for k in ("text", "message", "choices")] for line in f]
+
+
+def same_share(a, b):
+    a, b = a.texts(), b.texts()
+    must(len(a) == len(b), f"{len(a)} and {len(b)} results")
+    return sum(x == y for x, y in zip(a, b)) / len(a)
+
+
+def name_of(pid):
+    try:
+        with open(f"/proc/{pid}/comm") as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+def kill_rank(which):
+    """Once there are some results."""
+
+    def do(job, out):
+        end = time.monotonic() + LIMIT_S
+        while job.poll() is None and commits(out) < 3 and time.monotonic() < end:
+            time.sleep(0.002)
+        for pid in descendants(job.pid):
+            if name_of(pid) == f"bg-rank{which}":
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise Bad("no such rank half-way")
+
+    return do
+
+
+_made = {}
+
+
+def made(name, *args, **kw):
+    """A run that several cases compare with, made once."""
+    if name not in _made:
+        _made[name] = Run(name, *args, **kw).good()
+    return _made[name]
+
+
+def one():
+    return made("one", LONG)
+
+
+def short(tp, *args, name=None, **kw):
+    devices = "cuda:" + ",".join("0" * tp)
+    return made(name or f"short{tp}", SHORT, "--tp", tp, *args, device=devices, **kw)
+
+
+# ---- cases ------------------------------------------------------------------------------------------
+
+
+def case_killed():
+    r = Run("killed", LONG, *EACH, on_start=kill_rank(0)).good()
+    must(r.restarts() >= 1, "was not started again")
+    must(digest(r.out) == digest(one().out), "another output")
+
+
+def case_sticky():
+    r = Run("sticky", LONG, fault="step:60,illegal-address").good()
+    must(r.restarts() >= 1, "no failure")
+    must("starting the ranks again" in r.messages and "CUDA" in r.messages, f"not said: {r.messages[-800:]}")
+    must(digest(r.out) == digest(one().out), "another output")
+
+
+def case_no_memory_in_a_step():
+    r = Run("oom", LONG, fault="step:60,oom").good()
+    must(r.restarts() >= 1, "no failure")
+    must(digest(r.out) == digest(one().out), "another output")
+
+
+def case_hang():
+    start = time.monotonic()
+    r = Run("hang", LONG, "--hang-timeout", "5", fault="step:100,hang").good()
+    must(r.restarts() >= 1, "no failure")
+    must("no rank got on for" in r.messages, f"not said: {r.messages[-800:]}")
+    must(digest(r.out) == digest(one().out), "another output")
+    return f"{time.monotonic() - start:.0f} s, {r.restarts()} restarts"
+
+
+def case_always_failing():
+    r = Run("always", LONG, fault="step:1,illegal-address")
+    must(r.code == 69, f"exit {r.code}: {r.messages[-800:]}")
+    must("failed 3 times" in r.messages, f"not said: {r.messages[-800:]}")
+
+
+def case_capture():
+    r = Run("capture", SHORT, fault="step:0,capture")
+    must(r.code == 69 and "--eager" in r.messages, f"exit {r.code}: {r.messages[-800:]}")
+
+
+def case_eager():
+    r = Run("eager", LONG, "--eager").good()
+    must(digest(r.out) == digest(one().out), "eager and graphs differ")
+
+
+def case_too_large():
+    r = Run("large", SHORT, "--max-num-seqs", "4096", "--kv-cache-memory", "4000GiB", "--max-model-len", "131072")
+    must(r.code in (64, 69, 70), f"exit {r.code}: {r.messages[-800:]}")
+    must("--" in r.messages and "GB" in r.messages, f"not said: {r.messages[-800:]}")
+    return r.messages.strip().splitlines()[-1][:150]
+
+
+def case_too_few_gpus():
+    r = Run("few", SHORT, "--tp", "64", device="cuda")
+    must(r.code == 64 and "cuda:0,0" in r.messages, f"exit {r.code}: {r.messages[-800:]}")
+    r = Run("none", SHORT, device="cuda:77")
+    must(r.code == 64 and "no GPU 77" in r.messages, f"exit {r.code}: {r.messages[-800:]}")
+
+
+def tp_case(tp):
+    captured, eager = short(tp), short(tp, "--eager", name=f"eager{tp}")
+    must(digest(captured.out) == digest(eager.out), "eager and graphs differ")
+    share, cpu = same_share(captured, short(1)), made(f"cpu{tp}", SHORT, "--tp", tp, device="cpu")
+    must(share >= 0.7, f"only {share:.0%} as with one rank")
+    return f"{share:.0%} of texts as with one rank, {same_share(captured, cpu):.0%} as on the CPU"
+
+
+def case_tp2():
+    return tp_case(2)
+
+
+def case_tp4():
+    return tp_case(4)
+
+
+def case_tp2_exact():
+    """--compute f32: the CPU's very tokens, but for ties."""
+    gpu = made("f32", SHORT, "--tp", 2, "--compute", "f32", device="cuda:0,0")
+    cpu = made("f32cpu", SHORT, "--tp", 2, "--compute", "f32", device="cpu")
+    share = same_share(gpu, cpu)
+    must(share >= 0.9, f"only {share:.0%} as on the CPU")
+    return f"{share:.0%} of texts as on the CPU"
+
+
+def case_tp2_killed():
+    r = Run("tp2killed", SHORT, "--tp", 2, *EACH, device="cuda:0,0", on_start=kill_rank(1)).good()
+    must(r.restarts() >= 1, "was not started again")
+    must(digest(r.out) == digest(short(2).out), "another output")
+
+
+def case_tp2_sticky():
+    r = Run("tp2sticky", SHORT, "--tp", 2, device="cuda:0,0", fault="step:20,illegal-address,rank:1").good()
+    must(r.restarts() >= 1, "no failure")
+    must(digest(r.out) == digest(short(2).out), "another output")
+
+
+def case_tp2_hang():
+    r = Run("tp2hang", SHORT, "--tp", 2, "--hang-timeout", "5", device="cuda:0,0", fault="step:25,hang,rank:1").good()
+    must(r.restarts() >= 1, "no failure")
+    must(digest(r.out) == digest(short(2).out), "another output")
+
+
+def case_dp2():
+    r = Run("dp2", LONG, "--dp", 2, device="cuda:0").good()
+    must(digest(r.out) == digest(one().out), "another output")
+
+
+def case_dp2_killed():
+    r = Run("dp2killed", LONG, "--dp", 2, *EACH, device="cuda:0", on_start=kill_rank(0)).good()
+    must(digest(r.out) == digest(one().out), "another output")
+
+
+def main():
+    cases = {k[5:]: v for k, v in globals().items() if k.startswith("case_")}
+    wanted = sys.argv[1:] or list(cases)
+    failed = 0
+    for name in wanted:
+        start = time.monotonic()
+        try:
+            note, verdict = cases[name]() or "", "PASS"
+        except Exception as e:  # whatever it is: the other cases are run
+            note, verdict = f"{type(e).__name__}: {e}", "FAIL"
+            failed += 1
+        print(f"{verdict} {name} ({time.monotonic() - start:.1f} s) {note}", flush=True)
+    print(f"{len(wanted) - failed} of {len(wanted)} passed")
+    return failed != 0
+
+
+make_model(MODEL, "tiny-llama", "q4_k_m", "--layers", "2")
+LONG = write_lines(f"{DIR}/long.jsonl", prompts(60))
+SHORT = write_lines(f"{DIR}/short.jsonl", [{"id": r["id"], "prompt": r.get("prompt", "the sea")[:120], "max_tokens": 8}
+                                           for r in prompts(16, seed=2)])
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,6 +53,11 @@ cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type 
 cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
                          int64_t y_cols, const float *w, float eps, int rows, int cols,
                          cudaStream_t stream);
+/* y = rms_norm(y) * post, x += y, out = rms_norm(x) * w: the bits of these three. y's values are
+ * undefined afterwards. */
+cudaError_t bgk_norm_add_norm(const bgk_out *out, float *x, int64_t x_cols, float *y,
+                              int64_t y_cols, const float *post, const float *w, float eps,
+                              int rows, int cols, cudaStream_t stream);
 cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, int rows, int cols,
                     cudaStream_t stream);
 /* out[t,i] = fn(x[t,i]) * x[t,cols+i] */

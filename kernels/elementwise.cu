@@ -87,10 +87,10 @@ __device__ int piece_col(int u)
     return u / 8 * 64 + u % 8 * 4;
 }
 
-/* Sum over the block; every thread gets it, and all threads call it once. */
-__device__ float block_sum(float v)
+/* Sum over the block; every thread gets it, and all threads call it. part is shared, for this call
+ * alone. */
+__device__ float block_sum(float v, float *part)
 {
-    __shared__ float part[NORM_BLOCK / 32];
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (int d = 16; d > 0; d /= 2)
         v += __shfl_xor_sync(0xffffffffu, v, d);
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(NORM_BLOCK)
     float *xr = x + row * x_cols;
     const float *yr = y ? y + row * y_cols : nullptr;
     float sum = 0;
+    __shared__ float part[NORM_BLOCK / 32];
     ptx_let_next_start();
 #pragma unroll
     for (int i = 0; W_EARLY && i < EACH; i++) {
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(NORM_BLOCK)
         take_piece<VEC>(xr, yr, u, cols, &a[0], &b[0]);
         sum = add_squares(add_squares(sum, a[0]), b[0]);
     }
-    const float f = 1.0f / sqrtf(block_sum(sum) / (float)cols + eps);
+    const float f = 1.0f / sqrtf(block_sum(sum, part) / (float)cols + eps);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int u = threadIdx.x + i * step, col = piece_col(u);
@@ -182,6 +183,62 @@ __global__ void __launch_bounds__(NORM_BLOCK)
         b[0] = scaled(load4<VEC>(xr, col + 32, cols), f, load4<VEC>(w, col + 32, cols), col + 32,
                       cols);
         put_piece<TILES, VEC>(out, row, u, cols, a[0], b[0]);
+    }
+}
+
+/* v * f * w, each product rounded by itself: what norm_rows would have stored. */
+__device__ float4 stored(float4 v, float f, float4 w)
+{
+    return make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y),
+                       __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
+}
+
+/* x += rms_norm(y) * post; out = rms_norm(x) * w. */
+template <int EACH, bool TILES, bool VEC>
+__global__ void __launch_bounds__(NORM_BLOCK)
+    norm_add_norm_rows(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols,
+                       const float *post, const float *w, float eps, int cols, int pieces)
+{
+    const int row = blockIdx.x, step = blockDim.x;
+    float4 a[EACH], b[EACH], wa[EACH], wb[EACH];
+    float *xr = x + row * x_cols;
+    const float *yr = y + row * y_cols;
+    float sum = 0;
+    __shared__ float part[2][NORM_BLOCK / 32];
+    ptx_let_next_start();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(threadIdx.x + i * step);
+        wa[i] = load4<VEC>(post, col, cols);
+        wb[i] = load4<VEC>(post, col + 32, cols);
+    }
+    ptx_wait_prior();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(threadIdx.x + i * step);
+        a[i] = load4<VEC>(yr, col, cols);
+        b[i] = load4<VEC>(yr, col + 32, cols);
+        sum = add_squares(add_squares(sum, a[i]), b[i]);
+    }
+    const float fy = 1.0f / sqrtf(block_sum(sum, part[0]) / (float)cols + eps);
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(threadIdx.x + i * step);
+        a[i] = load4<VEC>(xr, col, cols) + stored(a[i], fy, wa[i]);
+        b[i] = load4<VEC>(xr, col + 32, cols) + stored(b[i], fy, wb[i]);
+        store4<VEC>(xr, col, cols, a[i]);
+        store4<VEC>(xr, col + 32, cols, b[i]);
+        sum = add_squares(add_squares(sum, a[i]), b[i]);
+    }
+    const float fx = 1.0f / sqrtf(block_sum(sum, part[1]) / (float)cols + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int u = threadIdx.x + i * step, col = piece_col(u);
+        if (u < pieces)
+            put_piece<TILES, VEC>(out, row, u, cols,
+                                  scaled(a[i], fx, load4<VEC>(w, col, cols), col, cols),
+                                  scaled(b[i], fx, load4<VEC>(w, col + 32, cols), col + 32, cols));
     }
 }
 
@@ -353,6 +410,32 @@ int64_t all_cols(const bgk_out *o, int64_t cols)
 using norm_kernel = void (*)(bgk_out, float *, int64_t, const float *, int64_t, const float *,
                              float, int, int);
 
+using norm_add_norm_kernel = void (*)(bgk_out, float *, int64_t, const float *, int64_t,
+                                      const float *, const float *, float, int, int);
+
+template <int EACH> norm_add_norm_kernel norm_add_norm_for(bool tiles, bool vec)
+{
+    if (tiles)
+        return vec ? norm_add_norm_rows<EACH, true, true> : norm_add_norm_rows<EACH, true, false>;
+    return vec ? norm_add_norm_rows<EACH, false, true> : norm_add_norm_rows<EACH, false, false>;
+}
+
+/* Pieces of a row, and how many of them a thread has: 0 if not in registers. */
+int pieces_of(int cols, int *each)
+{
+    const int pieces = (int)(((int64_t)cols + 63) / 64) * 8;
+    *each = pieces <= NORM_BLOCK       ? 1
+            : pieces <= 2 * NORM_BLOCK ? 2
+            : pieces <= 4 * NORM_BLOCK ? 4
+                                       : 0;
+    return pieces;
+}
+
+unsigned norm_threads(int pieces, int each)
+{
+    return each ? (unsigned)((pieces + each - 1) / each + 31) / 32 * 32 : NORM_BLOCK;
+}
+
 template <int EACH> norm_kernel norm_for(bool tiles, bool vec)
 {
     if (tiles) return vec ? norm_rows<EACH, true, true> : norm_rows<EACH, true, false>;
@@ -387,18 +470,42 @@ cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const flo
     const bool tiles = out->layout == BGK_TILES;
     const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(w, 0) &&
                      (!y || fits16(y, y_cols)) && (tiles || fits16(out->data, out->stride));
-    const int pieces = (int)(((int64_t)cols + 63) / 64) * 8;
-    int each = 0;
-    norm_kernel kernel = norm_for<0>(tiles, vec);
-    if (pieces <= NORM_BLOCK)
-        each = 1, kernel = norm_for<1>(tiles, vec);
-    else if (pieces <= 2 * NORM_BLOCK)
-        each = 2, kernel = norm_for<2>(tiles, vec);
-    else if (pieces <= 4 * NORM_BLOCK)
-        each = 4, kernel = norm_for<4>(tiles, vec);
-    const int threads = each ? ((pieces + each - 1) / each + 31) / 32 * 32 : NORM_BLOCK;
-    return launch_after(kernel, (unsigned)rows, (unsigned)threads, 0, stream, *out, x, x_cols, y,
-                        y_cols, w, eps, cols, pieces);
+    int each;
+    const int pieces = pieces_of(cols, &each);
+    const norm_kernel kernel = each == 1   ? norm_for<1>(tiles, vec)
+                               : each == 2 ? norm_for<2>(tiles, vec)
+                               : each == 4 ? norm_for<4>(tiles, vec)
+                                           : norm_for<0>(tiles, vec);
+    return launch_after(kernel, (unsigned)rows, norm_threads(pieces, each), 0, stream, *out, x,
+                        x_cols, y, y_cols, w, eps, cols, pieces);
+}
+
+cudaError_t bgk_norm_add_norm(const bgk_out *out, float *x, int64_t x_cols, float *y,
+                              int64_t y_cols, const float *post, const float *w, float eps,
+                              int rows, int cols, cudaStream_t stream)
+{
+    if (bad_shape(rows, cols) || bad_out(out) || out->layout == BGK_HALF_ROWS || out->data == x ||
+        out->data == y)
+        return cudaErrorInvalidValue;
+    if (!rows) return cudaSuccess;
+    int each;
+    const int pieces = pieces_of(cols, &each);
+    if (!each) { /* too wide to be kept */
+        const bgk_out in_place = {y, BGK_ROWS, y_cols};
+        const cudaError_t e =
+            bgk_rms_norm(&in_place, y, y_cols, nullptr, 0, post, eps, rows, cols, stream);
+        return e != cudaSuccess
+                   ? e
+                   : bgk_rms_norm(out, x, x_cols, y, y_cols, w, eps, rows, cols, stream);
+    }
+    const bool tiles = out->layout == BGK_TILES;
+    const bool vec = cols % 4 == 0 && fits16(x, x_cols) && fits16(y, y_cols) && fits16(w, 0) &&
+                     fits16(post, 0) && (tiles || fits16(out->data, out->stride));
+    const norm_add_norm_kernel kernel = each == 1   ? norm_add_norm_for<1>(tiles, vec)
+                                        : each == 2 ? norm_add_norm_for<2>(tiles, vec)
+                                                    : norm_add_norm_for<4>(tiles, vec);
+    return launch_after(kernel, (unsigned)rows, norm_threads(pieces, each), 0, stream, *out, x,
+                        x_cols, y, y_cols, post, w, eps, cols, pieces);
 }
 
 cudaError_t bgk_add(float *x, int64_t x_cols, const float *y, int64_t y_cols, int rows, int cols,

@@ -9,6 +9,7 @@ typedef enum op_kind {
     OP_RMS_NORM,
     OP_ADD,
     OP_ADD_RMS_NORM,
+    OP_NORM_ADD_NORM,
     OP_LINEAR,
     OP_ROPE_STORE,
     OP_ATTENTION,
@@ -24,9 +25,9 @@ typedef enum op_kind {
 } op_kind;
 
 static const char *const op_names[N_OPS] = {
-    "embed",      "rms_norm",  "add",    "add_rms_norm", "linear",
-    "rope_store", "attention", "glu",    "linear_glu",   "all_reduce",
-    "gather_out", "logits",    "sample", "fetch",        "fetch_logits",
+    "embed",      "rms_norm",  "add",   "add_rms_norm", "norm_add_norm", "linear",
+    "rope_store", "attention", "glu",   "linear_glu",   "all_reduce",    "gather_out",
+    "logits",     "sample",    "fetch", "fetch_logits",
 };
 _Static_assert((int)N_OPS <= (int)BG_OP_KINDS, "op_ns has too few places");
 
@@ -170,6 +171,21 @@ bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act
           0);
     bg_status st = b->ops->add_rms_norm(b, out, x, y, w, eps, err);
     return after(b, OP_ADD_RMS_NORM, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y, const bg_vec *post,
+                              const bg_vec *w, float eps, bg_error *err)
+{
+    const int n_rows = b->ops->n_rows(b);
+    if (!b->ops->norm_add_norm) {
+        bg_status st = bg_op_rms_norm(b, y, y, post, eps, n_rows, err);
+        return st ? st : bg_op_add_rms_norm(b, out, x, y, w, eps, err);
+    }
+    const int64_t t = before(b, OP_NORM_ADD_NORM, out, true);
+    count(b, OP_NORM_ADD_NORM, 3 * act_bytes(x, n_rows, x->cols) + act_bytes(out, n_rows, x->cols),
+          0);
+    bg_status st = b->ops->norm_add_norm(b, out, x, y, post, w, eps, err);
+    return after(b, OP_NORM_ADD_NORM, t, out, n_rows, out->cols, st, err);
 }
 
 bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,

@@ -102,10 +102,10 @@ typedef struct bg_embedding bg_embedding;
 
 /* Where the time of loading went. Reading, copying and repacking overlap. */
 typedef struct bg_load_times {
-    int64_t bytes;    /* brought to the device */
-    int64_t total_ns; /* from the first weight to the last */
-    int64_t read_ns;  /* from the file into pinned memory */
-    int64_t wait_ns;  /* the reader had to wait for the device */
+    int64_t bytes;              /* brought to the device */
+    int64_t total_ns;           /* from the first weight to the last */
+    int64_t read_ns;            /* from the file into pinned memory */
+    int64_t wait_ns;            /* the reader had to wait for the device */
     int64_t copy_ns, repack_ns; /* the device was busy with it */
 } bg_load_times;
 
@@ -263,6 +263,9 @@ typedef struct bg_ops {
     bg_status (*add)(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
     bg_status (*add_rms_norm)(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
                               const bg_vec *w, float eps, bg_error *err);
+    /* NULL: rms_norm and add_rms_norm. y's values are undefined after it. */
+    bg_status (*norm_add_norm)(bg_backend *b, bg_act *out, bg_act *x, bg_act *y, const bg_vec *post,
+                               const bg_vec *w, float eps, bg_error *err);
     bg_status (*linear)(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
                         bg_error *err);
     bg_status (*rope_store)(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
@@ -353,6 +356,10 @@ bg_status bg_op_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
 /* x += y; out = rms_norm(x) */
 bg_status bg_op_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
                              const bg_vec *w, float eps, bg_error *err);
+/* x += rms_norm(y) with weights post; out = rms_norm(x) with weights w. y's values are undefined
+ * after it. */
+bg_status bg_op_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y, const bg_vec *post,
+                              const bg_vec *w, float eps, bg_error *err);
 /* out[t, 0..N) = x[t, 0..K) W^T + bias, N the sum of the parts' rows; out.cols >= N, x.cols >= K,
  * rows strided by cols. n_cols == 0: out = bias or 0. */
 bg_status bg_op_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,

@@ -40,13 +40,14 @@ static bg_status forward(bg_model *m, bg_error *err)
     for (int l = 0; !st && l < n_layers; l++) {
         const bg_layer *w = &m->layers[l];
         st = bg_attention_branch(m, l, err);
-        if (!st) st = bg_op_rms_norm(b, y, y, &w->post_attn_norm, eps, n_rows, err);
-        if (!st) st = bg_op_add_rms_norm(b, h, x, y, &w->ffn_norm, eps, err);
+        if (!st) st = bg_op_norm_add_norm(b, h, x, y, &w->post_attn_norm, &w->ffn_norm, eps, err);
         if (!st) st = bg_ffn_branch(m, l, err);
-        if (!st) st = bg_op_rms_norm(b, y, y, &w->post_ffn_norm, eps, n_rows, err);
-        if (st) break;
-        st = l + 1 < n_layers ? bg_op_add_rms_norm(b, h, x, y, &w[1].attn_norm, eps, err)
-                              : bg_op_add(b, x, y, err);
+        if (!st && l + 1 < n_layers) {
+            st = bg_op_norm_add_norm(b, h, x, y, &w->post_ffn_norm, &w[1].attn_norm, eps, err);
+        } else if (!st) { /* the last norm is for the rows that need it */
+            st = bg_op_rms_norm(b, y, y, &w->post_ffn_norm, eps, n_rows, err);
+            if (!st) st = bg_op_add(b, x, y, err);
+        }
     }
     if (!st) st = bg_head(m, err);
     return st;

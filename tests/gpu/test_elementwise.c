@@ -192,6 +192,58 @@ Test(elementwise, norm_in_place)
     }
 }
 
+/* One kernel has the bits of the three launches that it stands for. */
+static void norm_add_norm_case(int rows, int cols, bool tiles)
+{
+    const size_t n = (size_t)rows * (size_t)cols, ts = tile_stride(rows);
+    const size_t out_bytes = tiles ? ((size_t)cols + 63) / 64 * 64 * ts * 2 : n * 4;
+    float *x = random_f32(n, 1, 2), *y = random_f32(n, 2, 20);
+    float *post = random_f32((size_t)cols, 3, 2), *w = random_f32((size_t)cols, 4, 2);
+    float *dx[2], *dy[2], *dw = to_device(w, (size_t)cols * 4);
+    float *dpost = to_device(post, (size_t)cols * 4);
+    char *base[2], *out[2], *x_after[2];
+    for (int i = 0; i < 2; i++) {
+        dx[i] = to_device(x, n * 4);
+        dy[i] = to_device(y, n * 4);
+        base[i] = poisoned(out_bytes + GUARD * 4 + 1024);
+        char *at = base[i] + (-(uintptr_t)base[i]) % 1024;
+        const bgk_out o = {at, tiles ? BGK_TILES : BGK_ROWS, tiles ? (int64_t)ts : cols};
+        const bgk_out in_place = {dy[i], BGK_ROWS, cols};
+        if (i) {
+            CU(bgk_norm_add_norm(&o, dx[i], cols, dy[i], cols, dpost, dw, NORM_EPS, rows, cols, 0));
+        } else {
+            CU(bgk_rms_norm(&in_place, dy[i], cols, NULL, 0, dpost, NORM_EPS, rows, cols, 0));
+            CU(bgk_rms_norm(&o, dx[i], cols, dy[i], cols, dw, NORM_EPS, rows, cols, 0));
+        }
+        out[i] = from_device(at, out_bytes + GUARD * 4);
+        x_after[i] = from_device(dx[i], n * 4);
+    }
+    cr_assert_arr_eq(out[0], out[1], out_bytes + GUARD * 4, "[%d, %d] tiles %d", rows, cols, tiles);
+    cr_assert_arr_eq(x_after[0], x_after[1], n * 4, "[%d, %d] tiles %d: x", rows, cols, tiles);
+    cr_assert(all_poison(out[1] + out_bytes, GUARD * 4));
+    for (int i = 0; i < 2; i++) {
+        CU(cudaFree(dx[i]));
+        CU(cudaFree(dy[i]));
+        CU(cudaFree(base[i]));
+        free(out[i]);
+        free(x_after[i]);
+    }
+    CU(cudaFree(dw));
+    CU(cudaFree(dpost));
+    free(x);
+    free(y);
+    free(post);
+    free(w);
+}
+
+Test(elementwise, norm_add_norm)
+{
+    NEEDS_GPU();
+    for (int c = 0, rows, cols; shape(c, &rows, &cols); c++)
+        for (int tiles = 0; tiles < 2; tiles++)
+            norm_add_norm_case(rows, cols, tiles);
+}
+
 /* Too large for a half: saturated; NaN stays NaN, and filling columns stay 0. */
 Test(elementwise, norm_saturates)
 {
@@ -448,6 +500,8 @@ Test(elementwise, refused)
     REFUSED(bgk_rms_norm(&stride, y, 64, NULL, 0, y, 0, 1, 64, 0));
     REFUSED(bgk_rms_norm(&place, y, 64, NULL, 0, y, 0, 1, 64, 0));
     REFUSED(bgk_rms_norm(&half, y, 64, NULL, 0, y, 0, 1, 64, 0));
+    REFUSED(bgk_norm_add_norm(&same, x, 64, y, 64, y, y, 0, 1, 64, 0));
+    REFUSED(bgk_norm_add_norm(&rows, x, 64, y, 64, x, x, 0, 1, 64, 0));
     REFUSED(bgk_embed(x, 64, y, BGK_BF16, ids, 1, 1, 64, 0));
     REFUSED(bgk_embed(x, 64, y, BGK_F32, ids, 1, -1, 64, 0));
     REFUSED(bgk_add(x, 64, y, 64, 1, 0, 0));

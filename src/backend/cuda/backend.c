@@ -57,6 +57,7 @@ static const bg_ops cuda_ops = {
     .rms_norm = bg_cuda_rms_norm,
     .add = bg_cuda_add,
     .add_rms_norm = bg_cuda_add_rms_norm,
+    .norm_add_norm = bg_cuda_norm_add_norm,
     .linear = bg_cuda_linear,
     .rope_store = bg_cuda_rope_store,
     .attention = bg_cuda_attention,

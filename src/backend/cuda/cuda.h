@@ -208,6 +208,8 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
 bg_status bg_cuda_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err);
 bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
                                const bg_vec *w, float eps, bg_error *err);
+bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y,
+                                const bg_vec *post, const bg_vec *w, float eps, bg_error *err);
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err);
 bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,

@@ -68,6 +68,24 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
                         "op add_rms_norm");
 }
 
+bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y,
+                                const bg_vec *post, const bg_vec *w, float eps, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bg_status st = fits(out, c->s.n_rows, w->n, "norm_add_norm", err);
+    if (!st) st = fits(x, c->s.n_rows, w->n, "norm_add_norm", err);
+    if (!st) st = fits(y, c->s.n_rows, w->n, "norm_add_norm", err);
+    if (!st && post->n != w->n)
+        st = bg_fail(err, BG_INTERNAL, "op norm_add_norm: %s has %lld weights, %s %lld", post->name,
+                     (long long)post->n, w->name, (long long)w->n);
+    if (st) return st;
+    const bgk_out o = bg_cuda_out(out);
+    return bg_cuda_done(err,
+                        bgk_norm_add_norm(&o, x->data, x->cols, y->data, y->cols, post->data,
+                                          w->data, eps, c->s.n_rows, (int)w->n, c->stream),
+                        "op norm_add_norm");
+}
+
 static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_linear *l,
                             const bg_act *x, int n_rows, bg_error *err)
 {

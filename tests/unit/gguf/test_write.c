@@ -127,6 +127,37 @@ Test(write, what_is_written_is_read, .init = make_dir, .fini = remove_dir)
     bg_gguf_close(g);
 }
 
+/* Shapes without bytes: refused as a model, readable as a header. */
+Test(write, a_header_alone, .init = make_dir, .fini = remove_dir)
+{
+    bg_error err = {0};
+    bg_gguf *g;
+    bg_gguf_writer *w = bg_gguf_writer_new(64);
+    const char *path = in_dir("h.gguf");
+    bg_gguf_put_u32(w, "u32", 7);
+    bg_gguf_put_tensor(w, "first", BG_F32, 1, (const int64_t[]){5});
+    bg_gguf_put_tensor(w, "second", BG_Q4_K, 2, (const int64_t[]){256, 3});
+    cr_assert_eq(bg_gguf_write(w, path, NULL, NULL, &err), BG_OK, "%s", err.text);
+    bg_gguf_writer_free(w);
+    cr_expect_eq(bg_gguf_open(&g, path, &err), BG_FORMAT);
+
+    struct stat s;
+    cr_assert_eq(stat(path, &s), 0);
+    for (int more = 0; more < 2; more++) { /* then with the first tensor's bytes */
+        err = (bg_error){0};
+        cr_assert_eq(truncate(path, s.st_size + 64 * more), 0);
+        cr_assert_eq(bg_gguf_open_header(&g, path, &err), BG_OK, "%s", err.text);
+        const bg_tensor *a = bg_gguf_find_tensor(g, "first"), *b = bg_gguf_find_tensor(g, "second");
+        cr_assert(a && b);
+        cr_expect(more ? a->data != NULL : a->data == NULL);
+        cr_expect(b->data == NULL && b->bytes == 3 * 144);
+        (void)bg_gguf_fingerprint(g);
+        bg_gguf_will_need(g, a->data, a->bytes);
+        bg_gguf_drop_pages(g, b->data, b->bytes);
+        bg_gguf_close(g);
+    }
+}
+
 Test(write, memory_is_not_dropped)
 {
     const size_t n = 1 << 16;

@@ -114,7 +114,7 @@ static int64_t before(bg_backend *b, op_kind kind, bg_act *out, bool fresh)
 {
     if (b->check && out && fresh) b->ops->poison(b, out, out->max_rows);
     if (!b->ops->op_begin) return b->profile ? bg_now_ns() : 0;
-    if (b->profile || b->ranges) b->ops->op_begin(b, kind);
+    b->ops->op_begin(b, kind);
     return 0;
 }
 
@@ -122,7 +122,7 @@ static bg_status after(bg_backend *b, op_kind kind, int64_t start_ns, const bg_a
                        int64_t rows, int64_t cols, bg_status st, bg_error *err)
 {
     if (b->ops->op_end) {
-        if (b->profile || b->ranges) b->ops->op_end(b, kind);
+        b->ops->op_end(b, kind);
     } else if (b->profile) {
         b->ops->sync(b);
         b->op_ns[kind] += bg_now_ns() - start_ns;

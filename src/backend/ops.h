@@ -300,9 +300,9 @@ typedef struct bg_ops {
 
     uint64_t (*memory)(const bg_backend *b); /* bytes held on the device */
 
-    /* Profiling. op_begin, op_end NULL: sync after each op, and the host's clock. Else marks in the
-     * stream around an op's work (op_name(kind) is its name in traces); op_times adds what lies
-     * between them to op_ns and op_calls, and waits for it. */
+    /* Around every op, profiled or not: ranges for tracers, and with profile marks in the stream;
+     * op_times adds what lies between these to op_ns and op_calls, and waits for it. NULL:
+     * profiling syncs after each op and reads the host's clock. */
     void (*op_begin)(bg_backend *b, int kind);
     void (*op_end)(bg_backend *b, int kind);
     void (*op_times)(bg_backend *b);
@@ -321,7 +321,6 @@ enum { BG_OP_KINDS = 16 };
 struct bg_backend { /* the head of every backend's own struct */
     const bg_ops *ops;
     bool check, profile;
-    bool ranges; /* op_begin and op_end are called without profile, too: ranges in traces */
     int64_t op_ns[BG_OP_KINDS];
     int64_t op_calls[BG_OP_KINDS];
     bg_cost op_cost[BG_OP_KINDS]; /* with profile */

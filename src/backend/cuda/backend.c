@@ -104,8 +104,6 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->base.ops = &cuda_ops;
     c->base.check = config->check;
     c->base.profile = config->profile;
-    const char *ranges = getenv("BATCHGEN_NVTX"); /* for who runs a tracer, not for jobs */
-    c->base.ranges = ranges && strcmp(ranges, "0") != 0;
     c->config = *config;
     c->device = device;
     c->weights = config->compute == BG_COMPUTE_F32 ? BGK_F32 : BGK_F16;

@@ -91,13 +91,14 @@ __device__ int piece_col(int u)
  * alone. */
 __device__ float block_sum(float v, float *part)
 {
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    constexpr int MOST = NORM_BLOCK / 32; /* warps; both halves of a warp sum them all */
+    const int lane = threadIdx.x % 32, warp = lane % MOST, warps = blockDim.x / 32;
     for (int d = 16; d > 0; d /= 2)
         v += __shfl_xor_sync(0xffffffffu, v, d);
     if (lane == 0) part[threadIdx.x / 32] = v;
     __syncthreads();
-    v = lane < warps ? part[lane] : 0;
-    for (int d = NORM_BLOCK / 64; d > 0; d /= 2)
+    v = warp < warps ? part[warp] : 0;
+    for (int d = MOST / 2; d > 0; d /= 2)
         v += __shfl_xor_sync(0xffffffffu, v, d);
     return v;
 }

@@ -285,61 +285,98 @@ __device__ void write(const float (&d)[4], const args &a, const rows &r, int j, 
     }
 }
 
-/* The warp that brings everything: `first` stages of weights go out before the kernel before this
- * one is waited for. */
-template <int N, int TILES, int SC>
-__device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places)
+/* Where a lane of the bringing warp reads: a tile of weights, or a chunk of tokens. */
+struct source {
+    int place, chunk; /* chunk: of the block's share, the first of the stage */
+    const char *from; /* of chunk 0 */
+    size_t step;      /* from one chunk to the next */
+    uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
+    uint32_t sum;
+};
+
+template <int N, int TILES>
+__device__ void find_source(source &s, const args &a, int first_chunk, int lane)
 {
-    const int per_tile = (n + SC - 1) / SC, total = (n_places - i0 + step - 1) / step * per_tile;
-    auto weights = [&](int at, uint32_t bar, uint32_t to) {
-        const place p = place_of(a, i0 + at / per_tile * step);
-        const int c = at % per_tile * SC, count = min(SC, n - c);
-        uint32_t bytes = count * N * 128;
-        for (int g = 0; g < TILES; g++)
-            bytes += count * chunk_bytes(a.tiles[min(p.row * TILES + g, a.n_tiles - 1)].format);
-        mbar_expect(bar, bytes);
-        for (int g = 0; g < TILES; g++) {
-            const bgk_wtile &tile = a.tiles[min(p.row * TILES + g, a.n_tiles - 1)];
-            const uint32_t chunk = chunk_bytes(tile.format);
-            ptx_bulk_copy(to + SC * N * 128 + g * a.w_stride,
-                          (const char *)tile.w + (size_t)(first_chunk + c) * chunk, count * chunk,
-                          bar);
-        }
+    const place p = place_of(a, s.place);
+    if (lane < TILES) {
+        const bgk_wtile tile = a.tiles[min(p.row * TILES + lane, a.n_tiles - 1)];
+        s.bytes = chunk_bytes(tile.format);
+        s.step = s.bytes;
+        s.from = (const char *)tile.w + (size_t)first_chunk * s.bytes;
+    } else {
+        s.bytes = 0;
+        s.step = (size_t)a.x_stride * 128;
+        s.from = (const char *)a.x + (size_t)(first_chunk + lane - TILES) * s.step +
+                 (size_t)p.token * N * 128;
+    }
+    s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
+}
+
+/* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
+ * stage. The first stages' weights go out before the kernel before this one is waited for. */
+template <int N, int TILES, int SC>
+__device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places,
+                      int lane)
+{
+    const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
+    source s = {i0, 0, nullptr, 0, 0, 0};
+    auto weights = [&](uint32_t bar, uint32_t to) {
+        const int count = min(SC, n - s.chunk);
+        if (lane == 0) mbar_expect(bar, count * (s.sum + N * 128));
+        __syncwarp();
+        if (lane < TILES)
+            ptx_bulk_copy(to + SC * N * 128 + lane * a.w_stride, s.from + s.chunk * s.step,
+                          count * s.bytes, bar);
     };
-    auto tokens = [&](int at, uint32_t bar, uint32_t to) {
-        const place p = place_of(a, i0 + at / per_tile * step);
-        const int c = at % per_tile * SC, count = min(SC, n - c);
-        for (int k = 0; k < count; k++)
-            ptx_bulk_copy(to + k * N * 128,
-                          a.x + ((first_chunk + c + k) * a.x_stride + (int64_t)p.token * N) * 64,
-                          N * 128, bar);
+    auto tokens = [&](uint32_t bar, uint32_t to) {
+        const int c = lane - TILES;
+        if (c >= 0 && c < min(SC, n - s.chunk))
+            ptx_bulk_copy(to + c * N * 128, s.from + s.chunk * s.step, N * 128, bar);
+    };
+    auto advance = [&]() {
+        s.chunk += SC;
+        if (s.chunk < n) return;
+        s.chunk = 0;
+        s.place += step;
+        if (s.place < n_places) find_source<N, TILES>(s, a, first_chunk, lane);
     };
     const int ahead = min(a.stages, total);
-    for (int at = 0; at < ahead; at++)
-        weights(at, r.full + 8 * at, r.data + at * a.stage_bytes);
+    find_source<N, TILES>(s, a, first_chunk, lane);
+    for (int at = 0; at < ahead; at++, advance())
+        weights(r.full + 8 * at, r.data + at * a.stage_bytes);
     ptx_wait_prior();
-    for (int at = 0; at < ahead; at++)
-        tokens(at, r.full + 8 * at, r.data + at * a.stage_bytes);
-    r.stage = 0;
-    r.phase = 0; /* of the empty barriers: the first round needs no waiting */
-    for (int at = ahead; at < total; at++) {
+    s.place = i0;
+    s.chunk = 0;
+    find_source<N, TILES>(s, a, first_chunk, lane);
+    for (int at = 0; at < ahead; at++, advance())
+        tokens(r.full + 8 * at, r.data + at * a.stage_bytes);
+    /* The first round of the empty barriers needed no waiting. */
+    for (int at = ahead; at < total; at++, advance()) {
         mbar_wait(r.empty + 8 * r.stage, r.phase);
-        weights(at, r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
-        tokens(at, r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        weights(r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        tokens(r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
         r.next(a.stages);
     }
 }
 
-/* Registers that BLOCKS blocks of WGS * 128 + 32 threads leave each. */
-constexpr int registers(int wgs, int blocks)
+/* A warpgroup brings and WGS of them multiply; it gives them the registers it does not need. */
+constexpr int FEW = 32;
+/* At the start each thread has what BLOCKS blocks leave; warps go to four register files by turns. */
+__host__ __device__ constexpr int registers(int wgs, int blocks)
 {
-    const int n = 65536 / 32 / (blocks * (wgs * 4 + 1)) / 8 * 8;
+    const int n = 16384 / 32 / ((wgs + 1) * blocks) / 8 * 8;
     return n < 248 ? n : 248;
+}
+
+__host__ __device__ constexpr int many(int wgs, int blocks)
+{
+    const int n = (registers(wgs, blocks) * (wgs + 1) - FEW) / wgs / 8 * 8;
+    return n < 240 ? n : 240;
 }
 
 /* F: the format of all tiles, or BGK_FORMATS: each tile says its own. */
 template <bgk_format F, int N, int WGS, int RB, int SC, int BLOCKS>
-__global__ void __maxnreg__(registers(WGS, BLOCKS)) matmul(const __grid_constant__ args a)
+__global__ void __launch_bounds__(WGS * 128 + 128, BLOCKS) matmul(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int TILES = WGS * RB;
@@ -362,7 +399,8 @@ __global__ void __maxnreg__(registers(WGS, BLOCKS)) matmul(const __grid_constant
     __syncthreads();
     ptx_let_next_start();
     if (group == WGS) {
-        if (t == 0) bring<N, TILES, SC>(a, r, first, n, i0, step, n_places);
+        ptx_fewer_registers<FEW>();
+        if (t < 32) bring<N, TILES, SC>(a, r, first, n, i0, step, n_places, t);
         __syncwarp();
         if (a.splits > 1) {
             cluster_sync();
@@ -370,6 +408,7 @@ __global__ void __maxnreg__(registers(WGS, BLOCKS)) matmul(const __grid_constant
         }
         return;
     }
+    ptx_more_registers<many(WGS, BLOCKS)>();
     float acc[RB][N / 2];
     for (int i = i0; i < n_places; i += step) {
         const place p = place_of(a, i);
@@ -499,7 +538,7 @@ cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(a.splits > 1 ? places * a.splits : min(places, most));
-    config.blockDim = dim3(WGS * 128 + 32);
+    config.blockDim = dim3(WGS * 128 + 128);
     config.dynamicSmemBytes = bytes + 1024;
     config.stream = stream;
     config.attrs = attributes;

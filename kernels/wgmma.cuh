@@ -59,6 +59,18 @@ __device__ inline void ptx_bulk_copy(uint32_t to, const void *from, uint32_t byt
                  : "memory");
 }
 
+/* ---- registers: setmaxnreg, by all warps of a warpgroup ---- */
+
+template <int N> __device__ inline void ptx_fewer_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N> __device__ inline void ptx_more_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 /* ---- clusters ---- */
 
 __device__ inline void cluster_sync()

@@ -2,6 +2,8 @@
  * the backend asks for them, and its time. */
 #include "backend/ops.h"
 
+#include <stdio.h>
+
 #include "base/clock.h"
 
 typedef enum op_kind {
@@ -291,4 +293,17 @@ bg_status bg_op_fetch_logits(bg_backend *b, float *out, bg_error *err)
     const int64_t t = before(b, OP_FETCH_LOGITS, NULL, false);
     bg_status st = b->ops->fetch_logits(b, out, err);
     return after(b, OP_FETCH_LOGITS, t, NULL, 0, 0, st, err);
+}
+
+void bg_load_times_text(const bg_load_times *t, char *out, size_t size)
+{
+    char bytes[32];
+    if (size) *out = 0;
+    if (!t->bytes) return;
+    bg_format_bytes((uint64_t)t->bytes, bytes, sizeof bytes);
+    snprintf(out, size,
+             "%s in %.2f s (reading %.2f s, waiting %.2f s; the GPU: copies %.2f s, repacking %.2f "
+             "s)",
+             bytes, (double)t->total_ns * 1e-9, (double)t->read_ns * 1e-9,
+             (double)t->wait_ns * 1e-9, (double)t->copy_ns * 1e-9, (double)t->repack_ns * 1e-9);
 }

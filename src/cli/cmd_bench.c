@@ -80,10 +80,18 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
                                 profile_json(&b->decode[i], &b->roofs, r->decode_s / b->gen));
         json_array_append_new(rows, row);
     }
-    json_t *o =
-        json_pack("{ss si si sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
-                  "gen_tokens", b->gen, "read_bandwidth", b->read_bandwidth, "weight_bytes",
-                  (json_int_t)b->weight_bytes, "memory", (json_int_t)b->memory, "rows", rows);
+    json_t *o = json_pack("{ss si si sf sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
+                          "gen_tokens", b->gen, "read_bandwidth", b->read_bandwidth,
+                          "start_seconds", b->start_s, "weight_bytes", (json_int_t)b->weight_bytes,
+                          "memory", (json_int_t)b->memory, "rows", rows);
+    if (b->load.bytes)
+        json_object_set_new(o, "load",
+                            json_pack("{sI sf sf sf sf sf}", "bytes", (json_int_t)b->load.bytes,
+                                      "seconds", (double)b->load.total_ns * 1e-9, "read_seconds",
+                                      (double)b->load.read_ns * 1e-9, "wait_seconds",
+                                      (double)b->load.wait_ns * 1e-9, "copy_seconds",
+                                      (double)b->load.copy_ns * 1e-9, "repack_seconds",
+                                      (double)b->load.repack_ns * 1e-9));
     if (profile && b->has_ops) {
         json_object_set_new(o, "roofs",
                             json_pack("{sf sf}", "bytes_per_second", b->roofs.bytes,
@@ -142,9 +150,11 @@ static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
     char w[32], mem[32];
     bg_format_bytes(b->weight_bytes, w, sizeof w);
     bg_format_bytes(b->memory, mem, sizeof mem);
-    printf(
-        "%s: %s of weights, %s held; prompts of %d tokens, %d decoded; memory reads %.1f GB/s\n\n",
-        m->name, w, mem, b->prompt, b->gen, b->read_bandwidth * 1e-9);
+    printf("%s: %s of weights, %s held; prompts of %d tokens, %d decoded; memory reads %.1f GB/s\n",
+           m->name, w, mem, b->prompt, b->gen, b->read_bandwidth * 1e-9);
+    char load[160];
+    bg_load_times_text(&b->load, load, sizeof load);
+    printf("ready after %.2f s%s%s\n\n", b->start_s, *load ? "; weights: " : "", load);
     puts(" batch   prefill tok/s   decode tok/s   ms/step   share of the read floor   GMAC/s");
     for (int i = 0; i < b->n_rows; i++) {
         const bg_bench_row *r = &b->rows[i];

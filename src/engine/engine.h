@@ -62,6 +62,7 @@ typedef struct bg_rank_ops {
     bg_status (*fetch)(void *state, bg_sampled *out, int *n, bg_error *err);
     void (*stop)(void *state);
     uint64_t (*memory)(void *state); /* bytes on the device; may be NULL */
+    const bg_load_times *(*load_times)(void *state); /* may be NULL */
 } bg_rank_ops;
 
 extern const bg_rank_ops bg_rank_ops_model;
@@ -81,6 +82,8 @@ bg_status bg_ranks_wait_ready(bg_ranks *r, void (*progress)(void *, uint64_t don
 void bg_ranks_stop(bg_ranks *r);
 pid_t bg_ranks_pid(const bg_ranks *r, int rank); /* for tests and status; 0: not running */
 uint64_t bg_ranks_memory(const bg_ranks *r);     /* bytes on the devices, all ranks */
+/* Of a rank that is ready: how long its weights took, and all before it was ready. */
+void bg_ranks_load_times(const bg_ranks *r, int rank, bg_load_times *times, int64_t *start_ns);
 
 /* ---- requests -------------------------------------------------------------------------------- */
 

@@ -255,9 +255,12 @@ bg_status bg_rank_run(const bg_rank_config *c, const bg_rank_ops *ops, const bg_
     rank r = {.c = c, .ops = ops, .link = link};
     bg_error err = {0};
     bg_status st = make_buffers(&r, &err);
+    const int64_t begin = bg_now_ns();
     if (!st) st = ops->start(&r.state, c, link->rank, link->comm_memory, on_progress, &r, &err);
     if (!st) {
         if (ops->memory) atomic_store(&link->slot->memory, ops->memory(r.state));
+        if (ops->load_times) link->slot->load = *ops->load_times(r.state);
+        link->slot->start_ns = bg_now_ns() - begin;
         atomic_store(&link->slot->state, BG_RANK_READY);
         bg_ring_kick(link->up);
         st = work(&r, &err);

@@ -108,10 +108,17 @@ static uint64_t memory(void *state)
     return m->backend->ops->memory(m->backend);
 }
 
+static const bg_load_times *load_times(void *state)
+{
+    const model_rank *m = state;
+    return bg_model_load_times(m->model);
+}
+
 const bg_rank_ops bg_rank_ops_model = {.start = start,
                                        .seat = seat,
                                        .launch = launch,
                                        .ready = ready,
                                        .fetch = fetch,
                                        .stop = stop,
-                                       .memory = memory};
+                                       .memory = memory,
+                                       .load_times = load_times};

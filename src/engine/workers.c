@@ -554,11 +554,27 @@ bg_status bg_ranks_watch(bg_ranks *r, bg_error *err)
     return bg_fail(err, BG_DEVICE, "no rank got on for %s", text);
 }
 
+static void log_ready(const bg_ranks *r)
+{
+    for (int i = 0; i < r->c.tp; i++) {
+        bg_load_times times;
+        int64_t start_ns;
+        char text[160];
+        bg_ranks_load_times(r, i, &times, &start_ns);
+        bg_load_times_text(&times, text, sizeof text);
+        bg_log_at(r->log, BG_LOG_INFO, "rank %d: ready after %.2f s%s%s", r->c.first_rank + i,
+                  (double)start_ns * 1e-9, *text ? "; weights: " : "", text);
+    }
+}
+
 bg_status bg_ranks_wait_ready(bg_ranks *r, void (*progress)(void *, uint64_t done, uint64_t total),
                               void *ctx, bool (*stop)(void *), bg_error *err)
 {
     for (;;) {
-        if (all_ready(r)) return BG_OK;
+        if (all_ready(r)) {
+            log_ready(r);
+            return BG_OK;
+        }
         bg_status st = bg_ranks_watch(r, err);
         if (st) return st;
         if (stop && stop(ctx)) return bg_fail(err, BG_BUSY, "stopped while the model loaded");
@@ -619,4 +635,10 @@ uint64_t bg_ranks_memory(const bg_ranks *r)
     for (int i = 0; i < r->c.tp; i++)
         sum += atomic_load(&r->shared->slots[i].memory);
     return sum;
+}
+
+void bg_ranks_load_times(const bg_ranks *r, int rank, bg_load_times *times, int64_t *start_ns)
+{
+    *times = r->shared->slots[rank].load;
+    *start_ns = r->shared->slots[rank].start_ns;
 }

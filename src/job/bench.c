@@ -255,7 +255,10 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
                           const bg_memory_plan *p, int max_batch, bg_error *err)
 {
     rank r;
+    const int64_t begin = bg_now_ns();
     bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
+    b->start_s = (double)(bg_now_ns() - begin) * 1e-9;
+    if (!st) b->load = *bg_model_load_times(r.m);
     b->has_ops = true;
     b->roofs.bytes = b->read_bandwidth;
     if (!st && r.b->ops->roofs) {
@@ -332,6 +335,9 @@ static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *
     sink s = {0};
     bg_status st = bg_ranks_start(&ranks, &rc, &bg_rank_ops_model, NULL, err);
     if (!st) st = bg_ranks_wait_ready(ranks, NULL, NULL, NULL, err);
+    int64_t start_ns = 0;
+    if (!st) bg_ranks_load_times(ranks, 0, &b->load, &start_ns);
+    b->start_s = (double)start_ns * 1e-9;
     const bg_engine_config ec = {.window = 4096,
                                  .max_batched_tokens = p->max_batched_tokens,
                                  .max_restarts = 1,

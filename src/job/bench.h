@@ -25,6 +25,8 @@ typedef struct bg_bench {
     bg_profile prefill, decode[BG_BENCH_MAX];
     bg_cost roofs; /* per second; flops 0: not known */
     bool has_ops;
+    bg_load_times load; /* of rank 0 */
+    double start_s;     /* until it was ready */
 } bg_bench;
 
 /* Measures; one rank in this process, or several as a job would run them. */

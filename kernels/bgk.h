@@ -365,6 +365,17 @@ cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ra
  * in: [n_ranks, rows, shard_cols]. */
 cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
                              const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
+/* x = the sum over ranks in rank order, n <= BGK_PEER_FLOATS, n % 4 == 0, x 16-byte aligned: each
+ * rank puts its values where the others read them. All ranks call it in the same order with the same
+ * n; it waits on the device for the others, for ever if one never comes. */
+enum { BGK_MAX_PEERS = 8, BGK_PEER_FLOATS = 1 << 17, BGK_PEER_BLOCKS = 32 };
+typedef struct bgk_peers {          /* by rank; [rank] is this one's own memory, the others' is mapped */
+    float *data[BGK_MAX_PEERS];     /* [2, BGK_PEER_FLOATS] */
+    uint32_t *flags[BGK_MAX_PEERS]; /* [BGK_PEER_BLOCKS, BGK_MAX_PEERS], zero at first */
+    uint32_t *epoch;                /* own: [BGK_PEER_BLOCKS], zero at first */
+    int rank, n_ranks;
+} bgk_peers;
+cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, cudaStream_t stream);
 /* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
  * until *never is not 0. */
 cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);

@@ -5,6 +5,7 @@
  *   launch    256 threads a block, ordinary launches (they follow NCCL's kernels); graph-capturable
  *   order     an element is part 0 + part 1 + ... in float32, as in comm/shm.c
  *   traffic   n_ranks + 1 values of 4 bytes an element; 2 in gather_shards
+ *   peers     sum_peers reads the other GPUs' memory: a few us where a collective of NCCL takes 20
  *   proof     tests/gpu/test_comm.c: bit for bit against the same sums on the host */
 #include "bgk.h"
 #include "launch.cuh"
@@ -63,6 +64,61 @@ __global__ void __launch_bounds__(BLOCK)
     }
 }
 
+/* ---- peers -----------------------------------------------------------------------------------
+ * Calls use the two halves of data in turn. A rank writes a half again only in the call after the
+ * next, when all blocks of the call between have met those of the others: so these have ended the
+ * call before, as kernels of a stream follow each other, and read that half no more. The grid is
+ * the same in all calls, so that blocks count alike. */
+
+__device__ void say(uint32_t *flag, uint32_t epoch)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+}
+
+__device__ uint32_t hear(const uint32_t *flag)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+    return v;
+}
+
+__global__ void __launch_bounds__(BLOCK) sum_peers(float4 *x, int64_t n4, bgk_peers p)
+{
+    const int b = blockIdx.x, t = threadIdx.x;
+    const int64_t first = (int64_t)b * BLOCK + t, step = (int64_t)BGK_PEER_BLOCKS * BLOCK;
+    const uint32_t epoch = p.epoch[b] + 1;
+    const int64_t half = epoch % 2 * (BGK_PEER_FLOATS / 4);
+    float4 *own = (float4 *)p.data[p.rank] + half;
+    for (int64_t i = first; i < n4; i += step)
+        own[i] = x[i];
+    __threadfence_system();
+    __syncthreads();
+    if (t < p.n_ranks) {
+        say(p.flags[t] + b * BGK_MAX_PEERS + p.rank, epoch);
+        while ((int32_t)(hear(p.flags[p.rank] + b * BGK_MAX_PEERS + t) - epoch) < 0) {
+        }
+    }
+    __syncthreads();
+    ptx_let_next_start();
+    if (t == 0) p.epoch[b] = epoch;
+    for (int64_t i = first; i < n4; i += step) {
+        float4 v[BGK_MAX_PEERS];
+#pragma unroll
+        for (int r = 0; r < BGK_MAX_PEERS; r++) /* all under way before the first is needed */
+            if (r < p.n_ranks) v[r] = __ldcv((const float4 *)p.data[r] + half + i);
+        float4 s = v[0];
+#pragma unroll
+        for (int r = 1; r < BGK_MAX_PEERS; r++)
+            if (r < p.n_ranks) {
+                s.x += v[r].x;
+                s.y += v[r].y;
+                s.z += v[r].z;
+                s.w += v[r].w;
+            }
+        x[i] = s;
+    }
+}
+
 /* ---- faults for tests ------------------------------------------------------------------------ */
 
 __global__ void write_nowhere()
@@ -118,6 +174,15 @@ cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int6
     const dim3 grid((unsigned)((shard_cols + 4 * BLOCK - 1) / (4 * BLOCK)), (unsigned)rows,
                     (unsigned)n_ranks);
     place_shards<<<grid, BLOCK, 0, stream>>>(out, out_cols, in, shard_cols, s);
+    return cudaGetLastError();
+}
+
+cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, cudaStream_t stream)
+{
+    if (n < 0 || n > BGK_PEER_FLOATS || n % 4 || !aligned(x) || p->n_ranks < 1 ||
+        p->n_ranks > BGK_MAX_PEERS || p->rank < 0 || p->rank >= p->n_ranks)
+        return cudaErrorInvalidValue;
+    sum_peers<<<BGK_PEER_BLOCKS, BLOCK, 0, stream>>>((float4 *)x, n / 4, *p);
     return cudaGetLastError();
 }
 

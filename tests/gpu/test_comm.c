@@ -81,7 +81,7 @@ enum { COMM_FLOATS = 1 << 12, NO_NCCL = 77 };
 
 typedef struct world {
     int n, vocab, max_out;
-    bool time;
+    bool time, peers;
     void *memory;
 } world;
 
@@ -126,6 +126,7 @@ static void check_sum(bg_cuda *c, int rank, int n_ranks, int rows, int cols, boo
     MUST(bg_cuda_act_new(&c->base, &x, "x", rows, cols, &err) == BG_OK, "%s", err.text);
     MUST(cudaMalloc((void **)&source, n * sizeof *source) == cudaSuccess, "memory");
     MUST(cudaMemcpy(source, host, n * sizeof *host, cudaMemcpyHostToDevice) == cudaSuccess, "copy");
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "copy"); /* it is not of the stream */
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
     for (int run = 0; run < (captured ? 4 : 1); run++) {
@@ -173,6 +174,7 @@ static void check_logits(bg_cuda *c, int rank, const world *w, int n_out)
                         cudaMemcpyHostToDevice) == cudaSuccess,
              "copy");
     }
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "copy");
     MUST(bg_cuda_gather_logits(c, n_out, widths, &err) == BG_OK, "%s", err.text);
     MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "logits");
     MUST(cudaMemcpy(host, c->logits, (size_t)n_out * (size_t)w->vocab * sizeof *host,
@@ -193,6 +195,7 @@ static void time_sum(bg_cuda *c, int rank, int rows, int cols)
     bg_error err = {0};
     MUST(bg_cuda_act_new(&c->base, &x, "x", rows, cols, &err) == BG_OK, "%s", err.text);
     MUST(cudaMemset(x.data, 0, (size_t)rows * (size_t)cols * 4) == cudaSuccess, "set");
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "set");
     MUST(bg_comm_barrier(c->config.comm, &err) == BG_OK, "%s", err.text);
     const int64_t from = bg_now_ns();
     for (int i = 0; i < N; i++)
@@ -228,9 +231,22 @@ static void run_rank(const world *w, int rank)
         _exit(strstr(err.text, "libnccl.so.2 is not found") ? NO_NCCL : 1);
     }
     bg_cuda *c = (bg_cuda *)b;
+    bool used = false;
+    if (w->peers) {
+        MUST(bg_cuda_comm_peers(c, &used, &err) == BG_OK, "%s", err.text);
+        MUST(used, "peers are not used");
+    }
     if (w->time) {
         time_sum(c, rank, 1, 4096);
+        time_sum(c, rank, 16, 4096);
         time_sum(c, rank, 64, 4096);
+    } else if (w->peers) {
+        for (int i = 0; i < 5; i++) {
+            check_sum(c, rank, w->n, 1, 4, true);
+            check_sum(c, rank, w->n, 31, 4096, true);
+            check_sum(c, rank, w->n, 7, 1020, true);
+            check_sum(c, rank, w->n, 32, 4096, true); /* as many as there may be */
+        }
     } else {
         check_sum(c, rank, w->n, 1, 100, true);
         check_sum(c, rank, w->n, 3, 577, true);
@@ -282,6 +298,21 @@ Test(comm, two_ranks)
 Test(comm, three_ranks)
 {
     run_world((world){.n = 3, .vocab = 200003, .max_out = 100});
+}
+
+Test(comm, two_peers)
+{
+    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .peers = true});
+}
+
+Test(comm, four_peers)
+{
+    run_world((world){.n = 4, .vocab = 1003, .max_out = 5, .peers = true});
+}
+
+Test(comm, bench_peers)
+{
+    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .peers = true, .time = true});
 }
 
 Test(comm, bench_sums)

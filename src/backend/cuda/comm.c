@@ -5,7 +5,9 @@
  * size, and on the CPU.
  *
  *   short    everyone's values to everyone, then the sum
- *   long     slice r of everyone's values to rank r, which adds them; then the sums to everyone
+ *   least    up to 512 KB, between GPUs that can read each other's memory: without NCCL, by one
+ * kernel long     slice r of everyone's values to rank r, which adds them; then the sums to
+ * everyone
  *
  * All goes out on the backend's stream and can be captured. NCCL is looked for when it is needed: a
  * machine with one GPU need not have it. Several ranks may share a GPU, which NCCL only allows to
@@ -45,6 +47,7 @@ struct bg_cuda_comm {
     int64_t shard; /* columns of the widest share of the vocabulary */
     float *work;
     size_t work_floats;
+    bgk_peers peers; /* n_ranks 0: not in use */
 };
 
 enum {
@@ -113,6 +116,17 @@ static bg_status exchange(bg_cuda *c, const hello *mine, hello *all, bg_error *e
     return bg_comm_all_gather(c->config.comm, in, sizeof in / sizeof *in, (float *)all, err);
 }
 
+/* Whether all ranks say yes. */
+static bg_status all_agree(bg_cuda *c, bool mine, bool *all, bg_error *err)
+{
+    float said[BGK_MAX_RANKS], own = mine;
+    bg_status st = bg_comm_all_gather(c->config.comm, &own, 1, said, err);
+    *all = !st;
+    for (int r = 0; !st && r < bg_comm_size(c->config.comm); r++)
+        *all = *all && said[r] != 0;
+    return st;
+}
+
 static bool gpus_shared(const hello *all, int n)
 {
     for (int i = 0; i < n; i++)
@@ -161,6 +175,85 @@ static bg_status warm_up(bg_cuda *c, bg_error *err)
     return st;
 }
 
+/* ---- peers ----------------------------------------------------------------------------------- */
+
+/* Maps the others' memory. false: some GPU cannot. */
+static bg_status map_peers(bg_cuda *c, bg_error *err)
+{
+    struct bg_cuda_comm *m = c->ranks;
+    const size_t data = 2 * (size_t)BGK_PEER_FLOATS * sizeof(float);
+    const size_t flags = (size_t)BGK_PEER_BLOCKS * BGK_MAX_PEERS * sizeof(uint32_t);
+    cudaIpcMemHandle_t handle = {{0}}, all[BGK_MAX_PEERS];
+    float in[sizeof handle / sizeof(float)];
+    _Static_assert(sizeof handle % sizeof(float) == 0, "it travels as floats");
+    char *own = NULL;
+    bgk_peers p = {.rank = m->rank, .n_ranks = m->n};
+    /* A handle names a whole allocation: so this one has megabytes of its own. */
+    bg_status st = bg_cuda_take(c, &own, 4 << 20, "collectives", err);
+    if (!st) st = bg_cuda_done(err, cudaMemset(own, 0, 4 << 20), "collectives");
+    if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "collectives");
+    if (st) return st;
+    bool good = cudaIpcGetMemHandle(&handle, own) == cudaSuccess;
+    memcpy(in, &handle, sizeof in);
+    st = bg_comm_all_gather(c->config.comm, in, sizeof in / sizeof *in, (float *)all, err);
+    if (!st) st = all_agree(c, good, &good, err);
+    for (int r = 0; !st && good && r < m->n; r++) {
+        void *at = own;
+        if (r != m->rank)
+            good = cudaIpcOpenMemHandle(&at, all[r], cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+        p.data[r] = at;
+        p.flags[r] = (uint32_t *)((char *)at + data);
+    }
+    p.epoch = (uint32_t *)(own + data + flags);
+    (void)cudaGetLastError(); /* that GPUs cannot is no failure */
+    if (!st) st = all_agree(c, good, &good, err);
+    if (!st && good) m->peers = p;
+    return st;
+}
+
+static bg_status sum_short(bg_cuda *c, float *x, size_t n, bg_error *err);
+
+/* Once against NCCL's way, before it is relied on. */
+static bg_status prove_peers(bg_cuda *c, bg_error *err)
+{
+    enum { N = 4096 };
+    struct bg_cuda_comm *m = c->ranks;
+    float *x = NULL, *host = malloc(2 * N * sizeof *host);
+    if (!host) return bg_fail(err, BG_NOMEM, "collectives: out of memory");
+    for (int i = 0; i < 2 * N; i++)
+        host[i] = (float)(i % N * 7 % 1013) * 0.37f + (float)m->rank * 1.01f;
+    bg_status st = bg_cuda_take(c, &x, 2 * N * sizeof *x, "collectives", err);
+    if (!st) st = bg_cuda_put(x, host, 2 * N * sizeof *x, "collectives", err);
+    if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "peers");
+    if (!st) st = sum_short(c, x, N, err);
+    for (int i = 0; i < 3 && !st; i++) { /* both halves and one again; the last counts */
+        st = bg_cuda_put(x + N, host, N * sizeof *x, "collectives", err);
+        /* The copy is not of the stream. */
+        if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "peers");
+        if (!st) st = bg_cuda_done(err, bgk_sum_peers(x + N, N, &m->peers, c->stream), "peers");
+        if (!st) st = bg_cuda_done(err, cudaStreamSynchronize(c->stream), "peers");
+    }
+    if (!st)
+        st = bg_cuda_done(err, cudaMemcpy(host, x, 2 * N * sizeof *x, cudaMemcpyDeviceToHost),
+                          "peers");
+    bool good = !st && memcmp(host, host + N, N * sizeof *x) == 0;
+    free(host);
+    if (!st) st = all_agree(c, good, &good, err);
+    if (!good) m->peers.n_ranks = 0;
+    return st;
+}
+
+bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err)
+{
+    bg_status st = BG_OK;
+    *used = false;
+    if (!c->ranks || c->ranks->n > BGK_MAX_PEERS) return BG_OK;
+    if (!c->ranks->peers.n_ranks) st = map_peers(c, err);
+    if (!st && c->ranks->peers.n_ranks) st = prove_peers(c, err);
+    *used = c->ranks->peers.n_ranks > 0;
+    return st;
+}
+
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
 {
     bg_comm *host = c->config.comm;
@@ -192,11 +285,14 @@ bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
     if (!st) st = bg_cuda_done(err, cudaGetDeviceProperties(&p, c->device), "asking the GPU");
     if (!st) memcpy(mine.gpu, p.uuid.bytes, sizeof mine.gpu);
     if (!st) st = exchange(c, &mine, all, err);
-    if (!st) set_environment(gpus_shared(all, m->n), m->rank);
+    const bool shared = !st && gpus_shared(all, m->n);
+    if (!st) set_environment(shared, m->rank);
     if (!st && m->rank == 0) st = done(m, m->f.get_unique_id(&mine.id), "rank 0", err);
     if (!st) st = exchange(c, &mine, all, err);
     if (!st) st = done(m, m->f.init_rank(&m->nccl, m->n, all[0].id, m->rank), "joining", err);
     if (!st) st = warm_up(c, err);
+    bool used;
+    if (!st && !shared) st = bg_cuda_comm_peers(c, &used, err);
 out:
     free(all);
     return st;
@@ -249,6 +345,10 @@ static bg_status sum_long(bg_cuda *c, float *x, size_t slice, bg_error *err)
     if (!st)
         st = done(m, m->f.all_gather(x + own, x, slice, NCCL_FLOAT32, m->nccl, c->stream),
                   "all-gather", err);
+    /* Kernels that start before the one before has ended shall follow one of ours, which says so.
+     * It copies a few values onto themselves. */
+    if (!st)
+        st = bg_cuda_done(err, bgk_sum_ranks(x, x, SLICE, 1, SLICE, c->stream), "op all_reduce");
     return st;
 }
 
@@ -256,6 +356,9 @@ static bg_status sum(bg_cuda *c, float *x, size_t n, bg_error *err)
 {
     const struct bg_cuda_comm *m = c->ranks;
     const size_t ranks = (size_t)m->n, most = m->work_floats / ranks;
+    if (m->peers.n_ranks && n <= BGK_PEER_FLOATS && n % SLICE == 0)
+        return bg_cuda_done(err, bgk_sum_peers(x, (int64_t)n, &m->peers, c->stream),
+                            "op all_reduce");
     bg_status st = BG_OK;
     size_t at = 0;
     while (!st && m->n > 2 && n - at > SHORT_FLOATS) {

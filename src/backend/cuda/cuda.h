@@ -237,6 +237,9 @@ bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err);
 /* comm.c. After the stream is there; waits for the other ranks. */
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
 void bg_cuda_comm_free(bg_cuda *c);
+/* Small sums through each other's memory from now on, where that works (*used), as is tried by
+ * itself where every rank has a GPU of its own. All ranks call it. */
+bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err);
 /* x = the sum over ranks, in rank order, of the first rows; nothing to do for the only rank. */
 bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err);
 /* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank]

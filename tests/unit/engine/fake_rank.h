@@ -212,7 +212,7 @@ static uint64_t fake_memory(void *state)
 }
 
 static const bg_rank_ops fake_ops = {fake_start, fake_seat, fake_launch, fake_ready,
-                                     fake_fetch, fake_stop, fake_memory};
+                                     fake_fetch, fake_stop, fake_memory, NULL};
 
 /* What the fake says to a spec, computed from the tokens alone. out has room; *finish too. */
 static int fake_expect(const bg_seq_spec *s, int max_model_len, int32_t *out, bg_finish *finish)

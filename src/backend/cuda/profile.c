@@ -102,7 +102,12 @@ void bg_cuda_linear_cost(const bg_backend *b, const bg_linear *l, int64_t n_rows
 void bg_cuda_attention_cost(const bg_backend *b, const bg_attn *p, bg_cost *cost)
 {
     const bg_cuda *c = (const bg_cuda *)b;
-    bg_attention_cost(&c->s, p, c->cache.type == BGK_F32 ? 4 : 2, cost);
+    const double q8 = 1 + 2 * sizeof(float) / (double)(p->head_dim + p->v_dim); /* and scales */
+    bg_attention_cost(&c->s, p,
+                      c->cache.type == BGK_F32  ? 4
+                      : c->cache.type == BGK_Q8 ? q8
+                                                : 2,
+                      cost);
 }
 
 /* Bytes read and written in a second by copies on the device; 0: no memory is left to see it. */

@@ -299,6 +299,10 @@ __device__ inline void att_scores(float (&s)[M][8][4], const uint32_t (&q)[M][4]
     }
 }
 
+/* Q8's P, times a scale of V, would often be subnormal in 16 bits: it is raised by this. So scales
+ * of V are less than 256. */
+constexpr float ATT_RAISE = 256.0f;
+
 /* How scores become exponents: exp2(by * s), with a cap s is the tanh of pre * score. */
 struct att_scaling {
     float by, pre;
@@ -377,7 +381,7 @@ __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l
             const float2 by = *(const float2 *)(v_scale + 8 * n + 2 * t);
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                s[n][e] = __fmul_rn(s[n][e], e % 2 ? by.y : by.x);
+                s[n][e] = __fmul_rn(s[n][e], __fmul_rn(e % 2 ? by.y : by.x, ATT_RAISE));
         }
         p[n / 2][n % 2 * 2] = att_pack<T>(s[n][0], s[n][1]);
         p[n / 2][n % 2 * 2 + 1] = att_pack<T>(s[n][2], s[n][3]);
@@ -426,6 +430,14 @@ __device__ inline void att_values(float (&o)[M][SLAB][4], const uint32_t (&p)[M]
             }
         }
     }
+    if constexpr (sizeof(T) == 1)
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < SLAB; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    o[m][n][e] = __fmul_rn(o[m][n][e], 1.0f / ATT_RAISE);
 }
 
 /* ---- merging ----------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ __device__ int quant(float v, float by)
     return min(127, max(-127, __float2int_rn(v * by)));
 }
 
-/* The largest magnitude becomes 127. */
+/* The largest magnitude becomes 127; beyond 32000 values saturate, as attention wants scales. */
 __device__ void store_head(int8_t *to, float *scale, const float *v, int dim, int lane)
 {
     float most = 0;
@@ -84,6 +84,7 @@ __device__ void store_head(int8_t *to, float *scale, const float *v, int dim, in
     }
     for (int d = 16; d > 0; d /= 2)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    most = fminf(most, 32000.0f);
     const float by = most > 1e-30f ? 127.0f / most : 0.0f;
     if (lane == 0) *scale = by > 0 ? most / 127.0f : 0.0f;
     for (int i = 4 * lane; i < dim; i += 128) {

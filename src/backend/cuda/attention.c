@@ -178,11 +178,13 @@ static cudaError_t attend(const bg_cuda *c, const bgk_out *out, const bg_act *q,
                        .cache = c->cache,
                        .blocks = c->rows.blocks,
                        .heads = *heads};
+    /* A graph is of rows that are their sequences' only ones. */
+    const int n_single = c->capturing ? c->s.n_rows : c->att.n_single;
+    const int n_tiles = c->capturing ? 0 : c->att.n_tiles;
     const bgk_item *items = (const bgk_item *)c->att_plan;
-    cudaError_t e = bgk_attention_single(out, &a, items, c->att.n_single, c->att.parts,
-                                         c->att.parts_bytes, c->att.n_sms, c->stream);
-    if (e == cudaSuccess)
-        e = bgk_attention_tiles(out, &a, items + c->att.n_single, c->att.n_tiles, c->stream);
+    cudaError_t e = bgk_attention_single(out, &a, items, n_single, c->att.parts, c->att.parts_bytes,
+                                         c->att.n_sms, c->stream);
+    if (e == cudaSuccess) e = bgk_attention_tiles(out, &a, items + n_single, n_tiles, c->stream);
     return e;
 }
 

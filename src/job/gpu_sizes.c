@@ -1,5 +1,6 @@
 #include "job/gpu_sizes.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* Kernels' code and printf buffers, parts of softmaxes, small vectors, what allocations are rounded
@@ -44,11 +45,29 @@ static uint64_t padded(uint64_t n, uint64_t to)
     return (n + to - 1) / to * to;
 }
 
-static uint64_t matrix_bytes(const bg_tensor *t, bg_compute compute, bool tiled)
+/* gate and up are stored row by row beside each other, in one format. */
+static uint64_t common_chunk_bytes(const bg_gguf *g, const bg_tensor *t)
+{
+    static const char *const names[] = {".ffn_gate.weight", ".ffn_up.weight"};
+    const uint64_t own = chunk_bytes(t->type);
+    for (int i = 0; i < 2; i++) {
+        const char *at = strstr(t->cname, names[i]);
+        char name[128];
+        if (!at) continue;
+        snprintf(name, sizeof name, "%.*s%s", (int)(at - t->cname), t->cname, names[1 - i]);
+        const bg_tensor *other = bg_gguf_find_tensor(g, name);
+        const uint64_t its = other ? chunk_bytes(other->type) : own;
+        if (its == own) continue;
+        return own <= 3072 && its <= 3072 ? 3072 : 8192;
+    }
+    return own;
+}
+
+static uint64_t matrix_bytes(const bg_gguf *g, const bg_tensor *t, bg_compute compute, bool tiled)
 {
     const uint64_t k = (uint64_t)t->ne[0];
     const uint64_t rows = (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
-    if (tiled) return padded(rows, 64) / 64 * (padded(k, 64) / 64) * chunk_bytes(t->type);
+    if (tiled) return padded(rows, 64) / 64 * (padded(k, 64) / 64) * common_chunk_bytes(g, t);
     return rows * padded(k, 64) * (compute == BG_COMPUTE_F32 ? 4 : 2);
 }
 
@@ -65,7 +84,7 @@ static uint64_t linear_bytes(const bg_text_model *m, bg_compute compute, bool ti
             *embedding =
                 (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (compute == BG_COMPUTE_F32 ? 4 : 2);
         if (table && !m->desc.tied) continue;
-        sum += t->n_dims > 1 ? matrix_bytes(t, compute, tiled) : (uint64_t)t->ne[0] * 4;
+        sum += t->n_dims > 1 ? matrix_bytes(m->gguf, t, compute, tiled) : (uint64_t)t->ne[0] * 4;
     }
     return sum;
 }

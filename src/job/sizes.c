@@ -13,6 +13,7 @@
 #include "job/gpu_sizes.h"
 
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
+enum { MOST_BLOCKS = 1 << 24, MOST_GPU_BLOCKS = 1 << 20 }; /* tables have a price, too */
 enum { CPU_SEQS = 64, CPU_TOKENS = 512, GPU_SEQS = 512, GPU_TOKENS = 8192 };
 static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 
@@ -167,7 +168,7 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_byte
         blocks = free_bytes || p->gpu ? least((int64_t)free_bytes / per_block, wanted) : wanted;
         bg_format_bytes(free_bytes, have, sizeof have);
     }
-    blocks = least(blocks, 1 << 24);
+    blocks = least(blocks, p->gpu && per_seq < MOST_GPU_BLOCKS ? MOST_GPU_BLOCKS : MOST_BLOCKS);
     bg_format_bytes((uint64_t)(per_seq * per_block), need, sizeof need);
     if (blocks < per_seq && job->max_model_len == 0 && !job->kv_cache_memory && blocks >= 1) {
         /* The context was not asked for: take what memory allows. */

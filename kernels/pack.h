@@ -480,7 +480,7 @@ PACK_FN void pack_random_block(int type, uint8_t *b, int bytes, uint64_t seed, u
         pack_put16(b + 2, pack_to_half(d * (five ? 15.5f : 7.5f)));
         for (int i = 0; i < 4; i++) {
             b[8 + i] = b[4 + i];
-            b[12 + i] = (uint8_t)((b[12 + i] & 15) * 17);
+            b[12 + i] = (uint8_t)((b[12 + i] & 15) | (b[12 + i] & 15) << 4);
         }
         break;
     }

@@ -412,11 +412,9 @@ Test(repack, values)
                     bg_dequant_row((uint32_t)host.type, bytes + r * (size_t)host.row_bytes, want,
                                    K);
                 const float w = c < K ? want[c] : 0;
-                if (half)
-                    cr_assert_eq(((uint16_t *)got)[j], bg_f32_to_f16(w), "type %d at %zu",
-                                 host.type, j);
-                else
-                    cr_assert_eq(((float *)got)[j], w, "type %d at %zu", host.type, j);
+                const float v = half ? bg_f16_to_f32(((uint16_t *)got)[j]) : ((float *)got)[j];
+                cr_assert_eq(v, half ? bg_f16_to_f32(bg_f32_to_f16(w)) : w, "type %d at %zu",
+                             host.type, j);
             }
             cudaFree(out);
             free(got);
@@ -471,6 +469,14 @@ Test(repack, random_blocks)
         CU(bgk_random_blocks(blocks, types[i].type, n, 3, 0, 1.0f / 64, 0));
         uint8_t *got = from_device(blocks, bytes + GUARD);
         cr_assert(all_poison(got + bytes, GUARD));
+        for (int j = 0; j < n; j++) {
+            uint8_t want[256] = {0};
+            const uint8_t *block = got + (size_t)j * (size_t)info->block_bytes;
+            pack_random_block(types[i].type, want, info->block_bytes, 3, (uint64_t)j, 1.0f / 64);
+            for (int k = 0; k < info->block_bytes; k++)
+                cr_assert_eq(block[k], want[k], "%s block %d byte %d: %d, want %d", info->name, j,
+                             k, block[k], want[k]);
+        }
         check_random(types[i].type, got, n);
         cudaFree(blocks);
         free(got);

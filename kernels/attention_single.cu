@@ -281,13 +281,22 @@ cudaError_t launch_stages(const single_args &a, int n, size_t bytes, cudaStream_
     return e;
 }
 
+size_t shared_room()
+{
+    int device = 0, bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return (size_t)bytes;
+}
+
 template <typename T, int D> cudaError_t launch(single_args a, int n, cudaStream_t stream)
 {
     using S = att_shape<T, D>;
     const size_t merge = (size_t)WARPS * (size_t)a.rows_cap * ((D + PAD) * 4 + 8);
     const size_t three = (size_t)WARPS * 3 * S::STAGE + merge;
-    /* Two blocks a processor, of 227 KiB and 1 KiB of each block's. */
-    if (three <= (233472 - 2048) / 2) return launch_stages<T, D, 3>(a, n, three, stream);
+    /* Two blocks on a processor of Hopper's 228 KiB, 1 KiB more for each. */
+    if (three <= (233472 - 2048) / 2 && three <= shared_room())
+        return launch_stages<T, D, 3>(a, n, three, stream);
     return launch_stages<T, D, 2>(a, n, (size_t)WARPS * 2 * S::STAGE + merge, stream);
 }
 

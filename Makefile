@@ -73,6 +73,8 @@ CUDA_ARCHS ?= $(foreach a,80 86 89 90a 100a 120a,$(if $(filter sm_$(patsubst %a,
 endif
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 GENCODE  := $(if $(filter native,$(CUDA_ARCHS)),-arch=native,$(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)))
+# Device code is mostly templates: compressed it is a twentieth (nvcc 12.8 and later).
+COMPRESS := $(if $(filter 1,$(CUDA)),$(shell $(NVCC) --help 2>/dev/null | grep -q -- '--compress-mode' && echo -compress-mode=size))
 CU_OBJS  := $(patsubst %.cu,$(BUILD)/%.o,$(sort $(wildcard kernels/*.cu)))
 CUDA_OBJS := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard src/backend/cuda/*.c)))
 CUDA_LIB := $(if $(filter 1,$(CUDA)),$(BUILD)/libbatchgen_cuda.so)
@@ -101,7 +103,7 @@ $(CUDA_OBJS): CPPFLAGS += -Ikernels -isystem $(CUDA_HOME)/include
 $(CUDA_OBJS): CFLAGS += -fPIC -fvisibility=hidden
 $(BUILD)/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
 	@mkdir -p $(@D)
-	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<
+	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<
 
 $(BUILD)/libbatchgen_cuda.so: $(CU_OBJS) $(CUDA_OBJS)
 	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^

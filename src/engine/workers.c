@@ -164,7 +164,7 @@ static void fork_rank(bg_ranks *r, int rank)
     pid_t nursery = getpid(), pid = fork();
     if (pid == 0) {
         char name[24];
-        snprintf(name, sizeof name, "bg-rank%d", rank);
+        snprintf(name, sizeof name, "bg-rank%d", r->c.first_rank + rank);
         become_child_of(nursery, name);
         close_from(3);
         sigset_t none;
@@ -471,9 +471,10 @@ bg_status bg_ranks_restart(bg_ranks *r, bg_error *err)
 
 /* ---- watching -------------------------------------------------------------------------------- */
 
-static bg_status rank_failure(const bg_ranks *r, int rank, bg_error *err)
+static bg_status rank_failure(const bg_ranks *r, int own_rank, bg_error *err)
 {
-    const bg_rank_slot *s = &r->shared->slots[rank];
+    const bg_rank_slot *s = &r->shared->slots[own_rank];
+    const int rank = r->c.first_rank + own_rank; /* as the job counts them */
     if (atomic_load(&s->state) == BG_RANK_FAILED) {
         bg_error own = s->err;
         bg_wrap(&own, "rank %d", rank);
@@ -548,7 +549,8 @@ bg_status bg_ranks_watch(bg_ranks *r, bg_error *err)
     }
     /* Much more than a tick: this process slept too. */
     r->stalled_ns += since > 10 * (int64_t)BG_RANKS_TICK_NS ? BG_RANKS_TICK_NS : since;
-    if (r->stalled_ns < r->hang_ns) return BG_OK;
+    /* Loading has longer pauses than a step: a driver that starts, a slow disk. */
+    if (r->stalled_ns < r->hang_ns || (r->stalled_ns < HANG_NS && !all_ready(r))) return BG_OK;
     char text[32];
     bg_format_duration(r->stalled_ns, text, sizeof text);
     return bg_fail(err, BG_DEVICE, "no rank got on for %s", text);

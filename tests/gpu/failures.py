@@ -220,6 +220,13 @@ def case_tp2_hang():
     must(digest(r.out) == digest(short(2).out), "another output")
 
 
+def case_tp2_bench():
+    p = subprocess.run([BATCHGEN, "bench", "-m", MODEL, "--device", "cuda:0,0", "--tp", "2", "--batch", "1,2", "-p", "16",
+                        "-g", "4"], capture_output=True, env=environment(), timeout=LIMIT_S, text=True)
+    must(p.returncode == 0, f"exit {p.returncode}: {p.stderr[-800:]}")
+    return p.stdout.strip().splitlines()[-1]
+
+
 def case_dp2():
     r = Run("dp2", LONG, "--dp", 2, device="cuda:0").good()
     must(digest(r.out) == digest(one().out), "another output")

@@ -320,6 +320,8 @@ static outcome sample(const rows *r, const int *which, int n)
     CU(bgk_sample(&d.a, 0));
     outcome first = {.sampled = from_device(d.a.sampled, (size_t)n * sizeof(bgk_sampled))};
     CU(cudaMemcpy(d.a.logits, logits, values * sizeof(float), cudaMemcpyDeviceToDevice));
+    CU(cudaMemset(d.a.sampled, 0xff, (size_t)n * sizeof(bgk_sampled)));
+    CU(cudaMemset(d.a.tops, 0xff, (size_t)n * BGK_MAX_TOP * sizeof(bgk_top)));
     CU(bgk_sample(&d.a, 0));
     const size_t guarded = (size_t)(n + GUARD);
     const outcome o = {.sampled = from_device(d.a.sampled, guarded * sizeof(bgk_sampled)),
@@ -559,6 +561,65 @@ Test(sample, many_rows_of_a_large_vocabulary)
     sampler_free(&s);
 }
 
+/* Nearly flat logits, so that any token may win; options are set so that the winner is the last
+ * token kept, or the first one left out. */
+Test(sample, borders)
+{
+    NEEDS_GPU();
+    static const int sizes[] = {2, 5, 300, 5000};
+    for (int v = 0; v < 4; v++) {
+        const int vocab = sizes[v];
+        bg_sampler s = sampler_new(vocab);
+        rows r = rows_new(MAX_ROWS, vocab);
+        for (int j = 0; j < MAX_ROWS; j++) {
+            float *x = r.logits + (size_t)j * (size_t)vocab;
+            bg_sampling *p = &r.slots[j].sampling;
+            bg_sampled winner;
+            fill_history(&r.slots[j], vocab, 1, 1);
+            for (int i = 0; i < vocab; i++) /* equal, or each its own */
+                x[i] = j % 2 ? 0 : -1e-9f * (float)((int64_t)i * 7919 % vocab);
+            p->temperature = 1;
+            p->seed = 4000 + (uint64_t)(v * MAX_ROWS + j);
+            bg_sample_row(&s, &bg_kernels_plain, x, vocab, &r.slots[j], &winner);
+            int rank = 1;
+            for (int i = 0; i < vocab; i++)
+                rank += x[i] > x[winner.token] || (x[i] == x[winner.token] && i < winner.token);
+            const float kept = (float)rank - 0.5f - (float)(j / 2 % 2); /* with the winner or not */
+            const int among = rank + 20 < vocab ? rank + 20 : vocab;
+            if (j / 4 % 3 == 0) p->top_k = (int32_t)(kept + 0.5f); /* rank 1, without: off */
+            if (j / 4 % 3 == 1) p->top_p = fmaxf(kept, 0) / (float)vocab;
+            if (j / 4 % 3 == 2) {
+                p->top_k = among;
+                p->top_p = fmaxf(kept, 0) / (float)among;
+            }
+        }
+        cr_expect_leq(check_rows(&r, &s), 1);
+        rows_free(&r);
+        sampler_free(&s);
+    }
+}
+
+/* More equal logits than the list of the best has room for, the lowest of them not where warps
+ * look first. */
+Test(sample, best_of_many_equal)
+{
+    NEEDS_GPU();
+    enum { VOCAB = 32000, WORSE = 200 };
+    bg_sampler s = sampler_new(VOCAB);
+    rows r = rows_new(2, VOCAB);
+    for (int j = 0; j < 2; j++) {
+        fill_history(&r.slots[j], VOCAB, 1, 1);
+        for (int i = 0; i < VOCAB; i++)
+            r.logits[j * VOCAB + i] = i < WORSE ? -1 : 1;
+        r.slots[j].sampling.n_logprobs = 20;
+        r.slots[j].sampling.temperature = 1;
+        if (j) r.slots[j].sampling.top_k = 100;
+    }
+    cr_expect_eq(check_rows(&r, &s), 0);
+    rows_free(&r);
+    sampler_free(&s);
+}
+
 Test(sample, padding_is_left_alone)
 {
     NEEDS_GPU();
@@ -579,7 +640,8 @@ Test(sample, padding_is_left_alone)
 Test(sample, frequencies)
 {
     NEEDS_GPU();
-    enum { VOCAB = 9, LAUNCHES = 300 };
+    enum { VOCAB = 9 };
+    const int launches = gpu_small() ? 10 : 300;
     static const int kept[] = {VOCAB, 4, 3}; /* all, top_k 4, top_p 0.68 */
     for (int kind = 0; kind < 3; kind++) {
         rows r = rows_new(MAX_ROWS, VOCAB);
@@ -599,7 +661,7 @@ Test(sample, frequencies)
             total += p[i] = exp(-0.3 * i / 0.8);
         device d = device_new(&r, which, MAX_ROWS);
         int32_t *generated = (int32_t *)(uintptr_t)d.a.generated;
-        for (int n = 0; n < LAUNCHES; n++) {
+        for (int n = 0; n < launches; n++) {
             int32_t at[MAX_ROWS];
             for (int j = 0; j < MAX_ROWS; j++)
                 at[j] = n;
@@ -612,7 +674,7 @@ Test(sample, frequencies)
         }
         double chi = 0;
         for (int i = 0; i < VOCAB; i++) {
-            const double expected = i < kept[kind] ? p[i] / total * MAX_ROWS * LAUNCHES : 0;
+            const double expected = i < kept[kind] ? p[i] / total * MAX_ROWS * launches : 0;
             if (i < kept[kind])
                 chi += (count[i] - expected) * (count[i] - expected) / expected;
             else

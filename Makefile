@@ -174,6 +174,7 @@ test: setup
 TEST_PROGRAMS := $(addprefix $(BUILD)/tests/,$(TESTS))
 # Under ThreadSanitizer: what talks between threads.
 THREADED := unit/base/test_queue unit/base/test_ring unit/base/test_ordered unit/engine/test_engine \
+            unit/engine/test_replicas \
             unit/comm/test_shm unit/backend/test_pool
 ifeq ($(SAN),thread)
 TEST_PROGRAMS := $(foreach t,$(THREADED),$(filter $(BUILD)/tests/$(t)%,$(TEST_PROGRAMS)))

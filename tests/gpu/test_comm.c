@@ -266,6 +266,7 @@ static void run_world(world w)
     pid_t pids[8];
     int failed = 0, no_nccl = 0;
     if (!bg_gpus_likely()) cr_skip_test("no GPU");
+    if (gpu_small()) cr_skip_test("processes, which tools that watch one process do not follow");
     w.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     cr_assert(w.memory != MAP_FAILED);
     for (int r = 0; r < w.n; r++) {

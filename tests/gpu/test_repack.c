@@ -285,6 +285,7 @@ static void all_matrices(bool gpu)
                     const bgk_format f = bgk_format_of(types[i].type);
                     if (k % bg_qtype_get((uint32_t)types[i].type)->block_values) continue;
                     if (k == 4096 && rows % 64 != 1) continue;
+                    if (gpu && gpu_small() && (k > 256 || rows > 65)) continue;
                     one_matrix(&types[i], f, rows, k, (scale_kind)kind, gpu);
                     if (rows != 65 || k > 576) continue;
                     one_matrix(&types[i], BGK_W16, rows, k, (scale_kind)kind, gpu);

@@ -261,7 +261,7 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
     if (!st) b->load = *bg_model_load_times(r.m);
     b->has_ops = true;
     b->roofs.bytes = b->read_bandwidth;
-    if (!st && r.b->ops->roofs) {
+    if (!st && r.b && r.b->ops->roofs) {
         r.b->ops->roofs(r.b, &b->roofs);
         b->read_bandwidth = b->roofs.bytes;
     }

@@ -18,7 +18,7 @@ struct bg_linear {
     void *w; /* [n_rows, k_padded] */
     float *bias;
     int n_rows, k, k_padded;
-    bgk_weights tiles; /* tiled mode: instead of w and bias */
+    bgk_weights tiles;           /* tiled mode: instead of w and bias */
     uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
 };
 
@@ -102,14 +102,14 @@ typedef struct bg_cuda {
         struct bg_cuda_list { /* [max_seqs] a slot's biases and banned ids, on the device */
             char *device;
             size_t bytes;
-        } *lists;
+        } * lists;
         struct { /* pinned */
             bgk_sampled *sampled;
             bgk_top *tops;
         } host[BG_CUDA_FLIGHTS];
     } sampling;
 
-    struct { /* attention.c */
+    struct {                   /* attention.c */
         bool fast;             /* the cache is one that attention on tensor cores reads */
         int n_single, n_tiles; /* of the step's plan: rows of their own, then tiles of rows */
         int n_sms;
@@ -118,9 +118,9 @@ typedef struct bg_cuda {
     } att;
 
     struct bg_cuda_profile *profile; /* profile.c; NULL: nothing was timed yet */
-    struct bg_cuda_comm *ranks;  /* comm.c: collectives; NULL: the only rank */
-    struct bg_cuda_fault *fault; /* fault.c; NULL: none is asked for */
-    struct bg_cuda_loader *loader; /* load.c; NULL: nothing is being loaded */
+    struct bg_cuda_comm *ranks;      /* comm.c: collectives; NULL: the only rank */
+    struct bg_cuda_fault *fault;     /* fault.c; NULL: none is asked for */
+    struct bg_cuda_loader *loader;   /* load.c; NULL: nothing is being loaded */
 } bg_cuda;
 
 /* objects.c. What every file here uses: */
@@ -154,8 +154,8 @@ bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor
 /* load.c */
 /* How many rows a piece has that the loader's memory is made for: a multiple of 64. up: with a. */
 int64_t bg_cuda_load_piece(const bg_linear_part *a, const bg_linear_part *up);
-/* Rows [row0, row0 + n) of a's share (and of up's, if not NULL) as the file has them, on the device,
- * for kernels on c->stream; then bg_cuda_load_used() once these are enqueued. */
+/* Rows [row0, row0 + n) of a's share (and of up's, if not NULL) as the file has them, on the
+ * device, for kernels on c->stream; then bg_cuda_load_used() once these are enqueued. */
 bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
                             int64_t row0, int64_t n, bgk_source out[2], bg_error *err);
 bg_status bg_cuda_load_used(bg_cuda *c, const char *what, bg_error *err);

@@ -232,4 +232,3 @@ int bg_cuda_n_out(const bg_backend *b)
 {
     return ((const bg_cuda *)b)->s.n_out;
 }
-

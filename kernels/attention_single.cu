@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(BLOCK, 2) attend_single(single_args a)
 /* A thread a column. */
 template <int D> __global__ void __launch_bounds__(D) combine(single_args a)
 {
-    constexpr int AHEAD = 8;
+    constexpr int AHEAD = 32; /* so many loads under way: contexts may be long */
     ptx_wait_prior();
     ptx_let_next_start();
     const bgk_heads &h = a.a.heads;
@@ -251,7 +251,8 @@ template <int D> __global__ void __launch_bounds__(D) combine(single_args a)
         float v[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const int64_t part = (int64_t)(item.n + min(unit + i, u.end - 1)) * h.n_heads + head;
+            if (unit + i >= u.end) continue;
+            const int64_t part = (int64_t)(item.n + unit + i) * h.n_heads + head;
             ml[i] = ml_of[part];
             v[i] = a.parts[part * D + col];
         }

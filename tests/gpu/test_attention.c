@@ -2,6 +2,7 @@
  * the same bits for a row in prompts, in decode, alone, spread over the GPU, in any chunking. */
 #include <stdio.h>
 
+#include "backend/cuda/cuda.h"
 #include "gpu.h"
 
 enum { LAYERS = 2, LAYER = 1, TAIL = 37, N_SMS = 132 };
@@ -645,6 +646,52 @@ Test(attention, refusals)
     c.v_dim = c.k_dim = 128;
     c.type = BGK_F32;
     cr_assert_not(bgk_attention_fits(&c));
+}
+
+/* ---- the plan: host code, no GPU needed --------------------------------------------------------
+ */
+
+/* Every row is in one item; single rows first, then tiles, a sequence's last one first. */
+Test(attention, plan)
+{
+    static const int n_tokens[] = {1, 300, 1, 128, 129, 1}, pos0[] = {63, 5, 64, 0, 1000, 700};
+    enum { SEQS = 6, ROWS = 560, PADDED = 3 };
+    bg_step_seq seqs[SEQS] = {0};
+    bg_cuda *c = calloc(1, sizeof *c);
+    int32_t step[8 + 4 * (ROWS + PADDED)] = {0}, rows_seen[ROWS + PADDED] = {0};
+    c->step = c->block0 = step;
+    c->att_plan = step + 8;
+    int rows = 0;
+    for (int i = 0; i < SEQS; i++) {
+        seqs[i] = (bg_step_seq){.slot = i, .pos0 = pos0[i], .n_tokens = n_tokens[i], .row0 = rows};
+        step[i] = 100 * i;
+        rows += n_tokens[i];
+    }
+    c->s.seqs = seqs;
+    c->s.n_seqs = SEQS;
+    c->s.n_rows = rows;
+    cr_assert_eq(rows, ROWS);
+    cr_assert_eq(bg_cuda_attention_ints(c, ROWS + PADDED, 8), 4u * (ROWS + PADDED));
+    bg_cuda_attention_plan(c, step + 8, ROWS + 2, 8); /* two rows of padding: sequences 6 and 7 */
+    cr_assert_eq(c->att.n_single, 5);
+    cr_assert_eq(c->att.n_tiles, 3 + 1 + 2);
+    const bgk_item *item = (const bgk_item *)(step + 8);
+    static const int32_t parts[] = {0, 1, 3, 14, 15};
+    for (int i = 0; i < 5; i++) {
+        cr_assert_eq(item[i].n, parts[i], "parts before row %d: %d", i, item[i].n);
+        rows_seen[item[i].row0]++;
+    }
+    cr_assert_eq(item[4].row0, ROWS + 1);
+    for (int i = 5; i < 11; i++) {
+        cr_assert(item[i].n >= 1 && item[i].n <= BGK_TILE_TOKENS);
+        for (int j = 0; j < item[i].n; j++)
+            rows_seen[item[i].row0 + j]++;
+    }
+    for (int i = 0; i < ROWS + 2; i++)
+        cr_assert_eq(rows_seen[i], 1, "row %d is in %d items", i, rows_seen[i]);
+    cr_assert(item[5].row0 == 1 + 256 && item[5].pos0 == 5 + 256 && item[5].n == 44);
+    cr_assert_eq(item[5].block0, 100);
+    free(c);
 }
 
 /* ---- times ----------------------------------------------------------------------------------- */

@@ -182,7 +182,7 @@ typedef struct bg_replicas bg_replicas;
 /* As bg_ranks_start(), for n configurations. */
 bg_status bg_replicas_start(bg_replicas **r, const bg_rank_config *c, int n, const bg_rank_ops *ops,
                             bg_log *log, bg_error *err);
-/* As bg_ranks_wait_ready(); bytes are those of all. */
+/* As bg_ranks_wait_ready(). Replicas load side by side; progress tells of the one waited for. */
 bg_status bg_replicas_wait_ready(bg_replicas *r,
                                  void (*progress)(void *, uint64_t done, uint64_t total), void *ctx,
                                  bool (*stop)(void *), bg_error *err);

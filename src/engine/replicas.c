@@ -54,37 +54,13 @@ bg_status bg_replicas_start(bg_replicas **out, const bg_rank_config *c, int n,
     return st;
 }
 
-typedef struct loading {
-    bg_replicas *all;
-    int at;
-    void (*progress)(void *, uint64_t, uint64_t);
-    void *ctx;
-    bool (*stop)(void *);
-} loading;
-
-/* Of the replica that is waited for; the others load meanwhile, so the whole is about as far. */
-static void on_progress(void *p, uint64_t done, uint64_t total)
-{
-    const loading *l = p;
-    l->progress(l->ctx, done, total);
-}
-
-static bool asked_to_stop(void *p)
-{
-    const loading *l = p;
-    return l->stop(l->ctx);
-}
-
 bg_status bg_replicas_wait_ready(bg_replicas *r,
                                  void (*progress)(void *, uint64_t done, uint64_t total), void *ctx,
                                  bool (*stop)(void *), bg_error *err)
 {
-    loading l = {.all = r, .progress = progress, .ctx = ctx, .stop = stop};
     bg_status st = BG_OK;
-    for (l.at = 0; !st && l.at < r->n; l.at++)
-        st = bg_ranks_wait_ready(r->list[l.at].ranks, progress ? on_progress : NULL, &l,
-                                 stop ? asked_to_stop : NULL, err);
-    if (st && st != BG_BUSY && r->n > 1) bg_wrap(err, "replica %d", l.at - 1);
+    for (int i = 0; !st && i < r->n; i++)
+        st = bg_ranks_wait_ready(r->list[i].ranks, progress, ctx, stop, err);
     return st;
 }
 

@@ -61,7 +61,7 @@ typedef struct bg_rank_ops {
     /* Ends the oldest step; out (room for max_num_seqs) gets what was sampled, *n of them. */
     bg_status (*fetch)(void *state, bg_sampled *out, int *n, bg_error *err);
     void (*stop)(void *state);
-    uint64_t (*memory)(void *state); /* bytes on the device; may be NULL */
+    uint64_t (*memory)(void *state);                 /* bytes on the device; may be NULL */
     const bg_load_times *(*load_times)(void *state); /* may be NULL */
 } bg_rank_ops;
 
@@ -138,7 +138,7 @@ typedef struct bg_engine_config {
     int max_restarts;       /* this many deaths in a row (no token in between) end the engine: 3 */
     int64_t hang_ns;        /* ranks that do not get on for so long are killed; 0: ten minutes */
     uint64_t id_first, id_step; /* sequences' numbers; 0: 1, 2, 3, ... */
-    const int32_t *eog;     /* end-of-generation ids, ascending; copied */
+    const int32_t *eog;         /* end-of-generation ids, ascending; copied */
     size_t n_eog;
     /* The sink: n events in the order of their tokens, on the engine's thread. Must not block for
      * long. */

@@ -417,10 +417,16 @@ PACK_FN uint64_t pack_mix(uint64_t x) /* splitmix64's finisher */
     return x ^ x >> 31;
 }
 
+/* At an even address. In one piece: ptxas 13 makes a numeric conversion (F2I.U8.F16) of the low
+ * byte of a half that was just rounded. */
 PACK_FN void pack_put16(uint8_t *b, uint32_t v)
 {
+#ifdef __CUDA_ARCH__
+    *(uint16_t *)b = (uint16_t)v;
+#else
     b[0] = (uint8_t)v;
     b[1] = (uint8_t)(v >> 8);
+#endif
 }
 
 /* Fills block n with what decodes to random values of mean about 0 and a deviation of about std. */

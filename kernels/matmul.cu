@@ -96,33 +96,64 @@ __device__ uint32_t shared4(uint32_t at)
     return v;
 }
 
-/* A chunk of 64 columns of the warpgroup's 64 rows as four A operands. `at`: the chunk in shared
- * memory, t: the thread's number in its warpgroup. */
-template <bgk_format F> __device__ void dequantise(uint32_t (&a)[4][4], uint32_t at, int t)
-{
-    const int pair = t / 32 * 8 + t % 32 / 4;
-    if constexpr (F == BGK_W4 || F == BGK_W5) {
-        const uint4 q = shared16(at + 16 * t), sm = shared16(at + 2048 + 16 * pair);
+/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it. at: the
+ * chunk in shared memory, t: the thread's number in its warpgroup. */
+template <bgk_format F> struct raw;
+
+template <> struct raw<BGK_W4> {
+    uint4 q, sm;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
         const uint32_t word[4] = {q.x, q.y, q.z, q.w};
-        const uint32_t fifth = F == BGK_W5 ? shared4(at + 2560 + 4 * t) : 0;
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint32_t r0 = word[s] & 0x000f000f, r1 = word[s] & 0x00f000f0;
-            uint32_t r2 = word[s] >> 8 & 0x000f000f, r3 = word[s] >> 8 & 0x00f000f0;
-            if (F == BGK_W5) {
-                r0 |= fifth >> s & 0x00100010;
-                r1 |= fifth >> s & 0x01000100;
-                r2 |= fifth << (4 - s) & 0x00100010;
-                r3 |= fifth >> (4 + s) & 0x01000100;
-            }
-            a[s][0] = hfma2(r0, sm.x, sm.y);
-            a[s][1] = hfma2(r1, sm.z, sm.w);
-            a[s][2] = hfma2(r2, sm.x, sm.y);
-            a[s][3] = hfma2(r3, sm.z, sm.w);
+            a[s][0] = hfma2(word[s] & 0x000f000f, sm.x, sm.y);
+            a[s][1] = hfma2(word[s] & 0x00f000f0, sm.z, sm.w);
+            a[s][2] = hfma2(word[s] >> 8 & 0x000f000f, sm.x, sm.y);
+            a[s][3] = hfma2(word[s] >> 8 & 0x00f000f0, sm.z, sm.w);
         }
-    } else if constexpr (F == BGK_W6) {
-        const uint4 q = shared16(at + 16 * t), sc = shared16(at + 2048 + 16 * pair);
-        const uint2 upper = shared8(at + 2560 + 8 * t);
+    }
+};
+
+template <> struct raw<BGK_W5> {
+    uint4 q, sm;
+    uint32_t fifth;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+        fifth = shared4(at + 2560 + 4 * t);
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint32_t w = word[s], up = word[s] >> 8;
+            a[s][0] = hfma2((w & 0x000f000f) | (fifth >> s & 0x00100010), sm.x, sm.y);
+            a[s][1] = hfma2((w & 0x00f000f0) | (fifth >> s & 0x01000100), sm.z, sm.w);
+            a[s][2] = hfma2((up & 0x000f000f) | (fifth << (4 - s) & 0x00100010), sm.x, sm.y);
+            a[s][3] = hfma2((up & 0x00f000f0) | (fifth >> (4 + s) & 0x01000100), sm.z, sm.w);
+        }
+    }
+};
+
+template <> struct raw<BGK_W6> {
+    uint4 q, sc;
+    uint2 upper;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sc = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+        upper = shared8(at + 2560 + 8 * t);
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
         const uint32_t word[4] = {q.x, q.y, q.z, q.w};
         /* -32 as a half subnormal: r0's quants count 2^-24, r1's 2^-20 */
         const uint32_t low = 0x80208020, high = 0x82008200;
@@ -131,18 +162,27 @@ template <bgk_format F> __device__ void dequantise(uint32_t (&a)[4][4], uint32_t
         const uint32_t m1[2] = {hmul2(sc.z, high), hmul2(sc.w, high)};
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            const uint32_t u = s < 2 ? upper.x : upper.y;
-            const int e = s % 2 * 2;
-            a[s][0] = hfma2((word[s] & 0x000f000f) | (u >> e & 0x00300030), s0[s / 2], m0[s / 2]);
-            a[s][1] = hfma2((word[s] & 0x00f000f0) | (u >> e & 0x03000300), s1[s / 2], m1[s / 2]);
-            a[s][2] = hfma2((word[s] >> 8 & 0x000f000f) | (u << (4 - e) & 0x00300030), s0[s / 2],
-                            m0[s / 2]);
-            a[s][3] = hfma2((word[s] >> 8 & 0x00f000f0) | (u >> (4 + e) & 0x03000300), s1[s / 2],
-                            m1[s / 2]);
+            const uint32_t u = s < 2 ? upper.x : upper.y, w = word[s], up = word[s] >> 8;
+            const int e = s % 2 * 2, j = s / 2;
+            a[s][0] = hfma2((w & 0x000f000f) | (u >> e & 0x00300030), s0[j], m0[j]);
+            a[s][1] = hfma2((w & 0x00f000f0) | (u >> e & 0x03000300), s1[j], m1[j]);
+            a[s][2] = hfma2((up & 0x000f000f) | (u << (4 - e) & 0x00300030), s0[j], m0[j]);
+            a[s][3] = hfma2((up & 0x00f000f0) | (u >> (4 + e) & 0x03000300), s1[j], m1[j]);
         }
-    } else if constexpr (F == BGK_W8) {
-        const uint4 lo = shared16(at + 16 * t), hi = shared16(at + 2048 + 16 * t);
-        const uint2 sc = shared8(at + 4096 + 8 * pair);
+    }
+};
+
+template <> struct raw<BGK_W8> {
+    uint4 lo, hi;
+    uint2 sc;
+    __device__ void load(uint32_t at, int t)
+    {
+        lo = shared16(at + 16 * t);
+        hi = shared16(at + 2048 + 16 * t);
+        sc = shared8(at + 4096 + 8 * (t / 32 * 8 + t % 32 / 4));
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
         const uint32_t word[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
         const uint32_t offset = 0x80808080; /* -128 x 2^-24 twice */
         const uint32_t m0 = hmul2(sc.x, offset), m1 = hmul2(sc.y, offset);
@@ -153,17 +193,28 @@ template <bgk_format F> __device__ void dequantise(uint32_t (&a)[4][4], uint32_t
             a[s][2] = hfma2(word[2 * s + 1] & 0x00ff00ff, sc.x, m0);
             a[s][3] = hfma2(word[2 * s + 1] >> 8 & 0x00ff00ff, sc.y, m1);
         }
-    } else {
+    }
+};
+
+template <> struct raw<BGK_W16> {
+    uint32_t at, thread; /* nothing to make: read where it is used */
+    __device__ void load(uint32_t from, int t)
+    {
+        at = from;
+        thread = t;
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            const uint4 v = shared16(at + 2048 * s + 16 * t);
+            const uint4 v = shared16(at + 2048 * s + 16 * thread);
             a[s][0] = v.x;
             a[s][1] = v.y;
             a[s][2] = v.z;
             a[s][3] = v.w;
         }
     }
-}
+};
 
 /* The ring as one side sees it. */
 struct ring {
@@ -186,39 +237,50 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
     static_assert(SC * RB % 2 == 0, "operands alternate between two sets of registers");
     constexpr int BYTES = chunk_bytes(F);
     uint32_t w[2][4][4];
+    raw<F> next;
     uint32_t last = 0; /* the stage before this one, still to be given back */
     int c0 = 0;
+    mbar_wait(r.full + 8 * r.stage, r.phase);
+    next.load(r.data + r.stage * a.stage_bytes + SC * N * 128 + group * RB * a.w_stride, t);
     for (; c0 + SC <= n; c0 += SC) {
-        mbar_wait(r.full + 8 * r.stage, r.phase);
         const uint32_t x = r.data + r.stage * a.stage_bytes;
         const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
+        const uint64_t tokens = wgmma_desc(__shfl_sync(0xffffffffu, x, 0));
+        const uint32_t mine = r.empty + 8 * r.stage;
+        r.next(a.stages);
 #pragma unroll
         for (int i = 0; i < SC * RB; i++) {
             const int c = i / RB, b = i % RB;
-            dequantise<F>(w[i % 2], q + b * a.w_stride + c * BYTES, t);
+            next.dequantise(w[i % 2]);
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 4; s++)
-                wgmma_half<N>(acc[b], w[i % 2][s], wgmma_desc(x + c * N * 128 + s * 32));
+                wgmma_half<N>(acc[b], w[i % 2][s], tokens + (c * N * 128 + s * 32) / 16);
             wgmma_commit();
+            if (i + 1 < SC * RB) {
+                next.load(q + (i + 1) % RB * a.w_stride + (i + 1) / RB * BYTES, t);
+            } else if (c0 + SC < n) {
+                mbar_wait(r.full + 8 * r.stage, r.phase);
+                next.load(r.data + r.stage * a.stage_bytes + SC * N * 128 + group * RB * a.w_stride,
+                          t);
+            }
             wgmma_wait<1>(); /* what went before is done: its registers and its stage are free */
             if (i == 0 && last && t % 32 == 0) mbar_arrive(last);
         }
-        last = r.empty + 8 * r.stage;
-        r.next(a.stages);
+        last = mine;
     }
     wgmma_wait<0>();
     if (last && t % 32 == 0) mbar_arrive(last);
     if (c0 == n) return;
     /* The rest, less than a stage, one chunk after another. */
-    mbar_wait(r.full + 8 * r.stage, r.phase);
     const uint32_t x = r.data + r.stage * a.stage_bytes;
     const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
 #pragma unroll 1
     for (int c = 0; c0 + c < n; c++)
 #pragma unroll
         for (int b = 0; b < RB; b++) {
-            dequantise<F>(w[0], q + b * a.w_stride + c * BYTES, t);
+            next.load(q + b * a.w_stride + c * BYTES, t);
+            next.dequantise(w[0]);
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 4; s++)
@@ -230,9 +292,10 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
     r.next(a.stages);
 }
 
+/* To about two units in the last place: what comes of it is rounded to half. */
 __device__ float activate(float v, bgk_act fn)
 {
-    if (fn == BGK_SILU) return v / (1.0f + expf(-v));
+    if (fn == BGK_SILU) return __fdividef(v, 1.0f + __expf(-v));
     if (fn == BGK_GELU_ERF) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
     return 0.5f * v * (1.0f + tanhf(0.79788456f * v * (1.0f + 0.044715f * v * v)));
 }
@@ -564,11 +627,11 @@ cudaError_t launch_shape(const args &a, int w_bytes, bgk_shape shape, cudaStream
     case BGK_32X1:
         return launch<F, 32, 1, 1, 4, 2>(a, w_bytes, stream);
     case BGK_32X2:
-        return launch<F, 32, 2, 1, 4, B2>(a, w_bytes, stream);
+        return launch<F, 32, 2, 1, 2, B2>(a, w_bytes, stream);
     case BGK_64X1:
         return launch<F, 64, 1, 1, 2, 2>(a, w_bytes, stream);
     case BGK_64X2:
-        return launch<F, 64, 2, 1, 2, B2>(a, w_bytes, stream);
+        return launch<F, 64, 2, 1, 2, F == BGK_W16 ? 1 : B2>(a, w_bytes, stream);
     case BGK_64X4:
         return launch<F, 64, 2, TWO, 2, 1>(a, w_bytes, stream);
     case BGK_128X2:
@@ -587,7 +650,7 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
 {
     if (tokens < 0 || w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
         (w->splits != 1 && w->splits != 2 && w->splits != 4) || w->splits > w->n_chunks ||
-        x_stride % BGK_TILE_ROWS || tokens > x_stride || (uintptr_t)x % 1024 || !w->formats ||
+        x_stride % BGK_TILE_ROWS || tokens > x_stride || (uintptr_t)x % 128 || !w->formats ||
         w->formats >> BGK_FORMATS || out->layout != (w->n_ff ? BGK_TILES : BGK_ROWS) ||
         (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)))
         return cudaErrorInvalidValue;

@@ -54,7 +54,7 @@ struct bg_gguf {
     gguf_part *parts;
     int n_parts;
     bool header_only; /* data may be missing */
-    kv_set meta; /* of part 0 */
+    kv_set meta;      /* of part 0 */
     tensor_slot *tensors;
     int64_t n_tensors, cap_tensors;
     str_index index; /* of the tensors of all parts */

@@ -152,7 +152,7 @@ static inline int tile_zero(bgk_format f)
     return f == BGK_W6 ? 32 : f == BGK_W8 ? 128 : 0;
 }
 
-/* Random quants; scales within a factor of 8, so that values have a deviation of about std. */
+/* Random quants; scales within a factor of 8, so that values have a deviation of about 2 std. */
 static TILES_UNUSED tile_matrix tile_matrix_random(bgk_format f, int rows, int k, uint64_t seed,
                                                    float std)
 {

@@ -113,7 +113,7 @@ bg_status bg_shard_plan(bg_shard *s, const bg_desc *d, const bg_gguf *g, int ran
 
 uint64_t bg_kv_bytes_per_token(const bg_desc *d, const bg_shard *s, bg_cache_type type)
 {
-    const uint64_t values = (uint64_t)(d->head_dim + d->v_dim);
+    const uint64_t values = (uint64_t)d->head_dim + (uint64_t)d->v_dim;
     const uint64_t head = type == BG_CACHE_Q8    ? values + 2 * sizeof(float)
                           : type == BG_CACHE_F32 ? values * 4
                                                  : values * 2;

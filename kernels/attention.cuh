@@ -8,9 +8,12 @@
  * wholly masked for a row leaves its (m, l, O) as they are. Q8: mma takes the int8 values as
  * halves; scales go to S before everything else, and to P after the sum.
  *
- * Chunks: K and V come to shared memory as [64 keys][128 bytes], the 16-byte piece p of key j at
- * piece p ^ (j % 8); keys at or beyond the end are zero. A chunk holds CHUNK columns, the last
- * maybe fewer. Q8: behind a chunk, 64 float scales. */
+ * l is summed over keys j, j + 8, j + 16, ... in order, then over j in 0..7 as a tree (j ^ 1, j ^
+ * 2, j ^ 4).
+ *
+ * Steps: K and V come to shared memory in steps of 16 keys, whole rows, the 16-byte piece p of key
+ * j at piece p ^ att_swizzle(j); keys at or beyond the end are zero. Q8: behind them, 16 float
+ * scales. */
 #ifndef BGK_ATTENTION_CUH
 #define BGK_ATTENTION_CUH
 
@@ -62,12 +65,22 @@ inline bool bad_heads(const bgk_heads *h, const bgk_cache *c)
 
 template <typename T, int D> struct att_shape {
     static constexpr bool Q8 = sizeof(T) == 1;
-    static constexpr int ELEM = (int)sizeof(T), CHUNK = 128 / ELEM;
-    static constexpr int CHUNKS = (D + CHUNK - 1) / CHUNK; /* of K, and of V */
-    static constexpr int LAST = D - (CHUNKS - 1) * CHUNK;  /* columns of the last */
-    static constexpr int CHUNK_BYTES = BGK_UNIT * 128, STAGE = CHUNK_BYTES + (Q8 ? 256 : 0);
+    static constexpr int ROW = D * (int)sizeof(T), PIECES = ROW / 16;
+    static constexpr int KEYS = 16, SCALES = KEYS * ROW, STEP = SCALES + (Q8 ? KEYS * 4 : 0);
     static constexpr int SLAB = Q8 ? 4 : 2; /* tiles of 8 columns that one ldmatrix brings of V */
 };
+
+/* So that eight keys' pieces p lie in different banks. */
+template <int PIECES> __device__ inline int att_swizzle(int key)
+{
+    return PIECES % 8 == 0 ? key & 7 : PIECES % 4 == 0 ? key >> 1 & 3 : key >> 2 & 1;
+}
+
+/* Where a piece of a key lies in a step. */
+template <int PIECES> __device__ inline uint32_t att_place(int key, int piece)
+{
+    return (uint32_t)(key * PIECES * 16 + ((piece ^ att_swizzle<PIECES>(key)) << 4));
+}
 
 /* Column of value e (0, 1) in a thread's part of the 8 columns nt of O; t = lane % 4. */
 template <bool Q8> __device__ inline int att_col(int nt, int t, int e)
@@ -119,6 +132,21 @@ __device__ inline void att_matrix4_trans(uint32_t (&r)[4], uint32_t at)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
                  : "memory");
+}
+
+/* An 8x8 matrix of 16-bit values, as mma holds it, transposed. */
+__device__ inline uint32_t att_transposed(uint32_t x)
+{
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ inline uint32_t att_word(uint32_t at)
+{
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
 }
 
 template <typename T>
@@ -216,80 +244,60 @@ template <int KEYS> struct att_rows {
     }
 };
 
-/* PIECES 16-byte pieces of each of the warp's keys, from byte0 of the head's row on, to the chunk
- * at `to`, where they are keys `first` and on. */
-template <int KEYS, int PIECES, int ROW_BYTES>
-__device__ inline void att_copy(uint32_t to, const char *from, int byte0,
-                                const att_rows<KEYS> &rows, int first, int lane)
-{
-    constexpr int ALL = KEYS * PIECES;
-#pragma unroll
-    for (int i = 0; i < (ALL + 31) / 32; i++) {
-        const int at = 32 * i + lane, key = at / PIECES, piece = at % PIECES;
-        const uint32_t row =
-            __shfl_sync(0xffffffffu, rows.row[KEYS > 32 && i >= PIECES ? 1 : 0], key % 32);
-        if (ALL % 32 && at >= ALL) continue;
-        const bool any = row != ATT_NONE;
-        const char *src = from + (any ? (int64_t)row * ROW_BYTES + byte0 + piece * 16 : 0);
-        const int j = first + key;
-        att_copy16(to + (uint32_t)(j * 128 + ((piece ^ (j & 7)) << 4)), src, any);
-    }
-}
-
-/* Chunk c of K (is_v false) or V; Q8: its scales too. */
+/* KEYS keys of K (is_v false) or V to the step at `to`, where they are keys `first` and on; lane
+ * lane0 + i has the row of the i-th. Q8: their scales too. */
 template <typename T, int D, int KEYS>
-__device__ inline void att_load(uint32_t to, const att_keys &s, bool is_v, int c,
-                                const att_rows<KEYS> &rows, int first, int lane)
+__device__ inline void att_load(uint32_t to, const att_keys &s, bool is_v, uint32_t my_row,
+                                int lane0, int first, int lane)
 {
     using S = att_shape<T, D>;
+    constexpr int ALL = KEYS * S::PIECES;
     const char *from = is_v ? s.v : s.k;
-    if (c < S::CHUNKS - 1)
-        att_copy<KEYS, 8, D * S::ELEM>(to, from, c * 128, rows, first, lane);
-    else
-        att_copy<KEYS, S::LAST * S::ELEM / 16, D * S::ELEM>(to, from, c * 128, rows, first, lane);
-    if constexpr (S::Q8) {
-        const float *scale = is_v ? s.v_scale : s.k_scale;
 #pragma unroll
-        for (int i = 0; i < att_rows<KEYS>::N; i++) {
-            const int key = 32 * i + lane;
-            if (key >= KEYS) continue;
-            const bool any = rows.row[i] != ATT_NONE;
-            att_copy4(to + (uint32_t)(S::CHUNK_BYTES + 4 * (first + key)),
-                      scale + (any ? rows.row[i] : 0u), any);
-        }
+    for (int i = 0; i < (ALL + 31) / 32; i++) {
+        const int at = 32 * i + lane, key = at / S::PIECES, piece = at % S::PIECES;
+        const uint32_t row = __shfl_sync(0xffffffffu, my_row, (lane0 + key) % 32);
+        if (ALL % 32 && at >= ALL) continue;
+        const bool any = row != ATT_NONE;
+        att_copy16(to + att_place<S::PIECES>(first + key, piece),
+                   from + (any ? (int64_t)row * S::ROW + piece * 16 : 0), any);
+    }
+    if constexpr (S::Q8) {
+        const int key = lane - lane0;
+        const bool any = my_row != ATT_NONE;
+        if (key >= 0 && key < KEYS)
+            att_copy4(to + (uint32_t)(S::SCALES + 4 * (first + key)),
+                      (is_v ? s.v_scale : s.k_scale) + (any ? my_row : 0u), any);
     }
 }
 
 /* ---- a unit -----------------------------------------------------------------------------------
  */
 
-/* S += q K^T over 16 dims, step ks of a chunk of K; M tiles of 16 rows. Q8: dims stand in the order
- * 4t, 4t + 1 (k 2t, 2t + 1), 4t + 2, 4t + 3 (k 2t + 8, 2t + 9), in q too. */
-template <typename T, int M>
-__device__ inline void att_scores(float (&s)[M][8][4], const uint32_t (&q)[M][4], uint32_t chunk,
+/* S += q K^T over dims 16 ks and on, for a unit of four steps; M tiles of 16 rows. Q8: dims stand
+ * in the order 4t, 4t + 1 (k 2t, 2t + 1), 4t + 2, 4t + 3 (k 2t + 8, 2t + 9), in q too. */
+template <typename T, int D, int M>
+__device__ inline void att_scores(float (&s)[M][8][4], const uint32_t (&q)[M][4], uint32_t unit,
                                   int ks, int lane)
 {
+    using S = att_shape<T, D>;
     if constexpr (sizeof(T) == 1) {
-        const int j = lane / 4;
-        const uint32_t at = chunk + (uint32_t)(j * 128 + ((ks ^ j) << 4) + 4 * (lane % 4));
+        const uint32_t at = unit + att_place<S::PIECES>(lane / 4, ks) + (uint32_t)(4 * (lane % 4));
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            uint32_t four;
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(four) : "r"(at + n * 1024) : "memory");
-            four ^= 0x80808080u;
+            const uint32_t four = att_word(at + n / 2 * S::STEP + n % 2 * 8 * S::ROW) ^ 0x80808080u;
             const uint32_t b0 = att_halves<0x4140>(four), b1 = att_halves<0x4342>(four);
 #pragma unroll
             for (int m = 0; m < M; m++)
                 att_mma<T>(s[m][n], q[m], b0, b1);
         }
     } else {
-        const int r = lane % 8;
         const uint32_t at =
-            chunk + (uint32_t)((lane / 16 * 8 + r) * 128 + (((2 * ks + lane / 8 % 2) ^ r) << 4));
+            unit + att_place<S::PIECES>(lane / 16 * 8 + lane % 8, 2 * ks + lane / 8 % 2);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             uint32_t b[4];
-            att_matrix4(b, at + n * 2048);
+            att_matrix4(b, at + n * S::STEP);
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 att_mma<T>(s[m][2 * n], q[m], b[0], b[1]);
@@ -326,9 +334,9 @@ __device__ inline float att_tanh(float x)
 }
 
 /* Of 16 rows, of which a thread has lane / 4 and that + 8: S to P (in 16 bits, p), and the unit's m
- * and l. Row i sees keys lo[i] .. hi[i] (of the unit: 0..63), all if !mask. k_scale, v_scale: Q8's
- * 64. */
-template <typename T>
+ * and l. Row i sees keys lo[i] .. hi[i] (of the unit: 0..63), all if !mask. Q8: scales
+ * of K and V, those of the next 16 keys SCALE_STEP floats on. */
+template <typename T, int SCALE_STEP>
 __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l)[2],
                                    float (&s)[8][4], const att_scaling &x, bool mask,
                                    const int (&lo)[2], const int (&hi)[2], const float *k_scale,
@@ -338,7 +346,8 @@ __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         float by[2] = {1, 1};
-        if constexpr (sizeof(T) == 1) *(float2 *)by = *(const float2 *)(k_scale + 8 * n + 2 * t);
+        if constexpr (sizeof(T) == 1)
+            *(float2 *)by = *(const float2 *)(k_scale + n / 2 * SCALE_STEP + n % 2 * 8 + 2 * t);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             if constexpr (sizeof(T) == 1) s[n][e] = __fmul_rn(s[n][e], by[e % 2]);
@@ -364,21 +373,22 @@ __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         m[i] = __fmul_rn(most, x.by);
         const float base = most == -INFINITY ? 0.0f : -m[i];
-        float sum = 0;
+        float sums[2] = {0, 0};
 #pragma unroll
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 s[n][e] = att_exp2(__fmaf_rn(s[n][e], x.by, base));
-                sum = __fadd_rn(sum, s[n][e]);
+                sums[e % 2] = __fadd_rn(sums[e % 2], s[n][e]);
             }
+        float sum = __fadd_rn(sums[0], sums[1]);
         sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
         l[i] = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
     }
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if constexpr (sizeof(T) == 1) {
-            const float2 by = *(const float2 *)(v_scale + 8 * n + 2 * t);
+            const float2 by = *(const float2 *)(v_scale + n / 2 * SCALE_STEP + n % 2 * 8 + 2 * t);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s[n][e] = __fmul_rn(s[n][e], __fmul_rn(e % 2 ? by.y : by.x, ATT_RAISE));
@@ -388,14 +398,14 @@ __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l
     }
 }
 
-/* The unit's O in slab `slab` of a chunk of V: SLAB tiles of 8 columns. */
-template <typename T, int M, int SLAB>
+/* The unit's O in slab `slab` of V: SLAB tiles of 8 columns. */
+template <typename T, int D, int M, int SLAB>
 __device__ inline void att_values(float (&o)[M][SLAB][4], const uint32_t (&p)[M][4][4],
-                                  uint32_t chunk, int slab, int lane)
+                                  uint32_t unit, int slab, int lane)
 {
-    const int r = lane % 8;
+    using S = att_shape<T, D>;
     const uint32_t at =
-        chunk + (uint32_t)((lane / 8 % 2 * 8 + r) * 128 + (((2 * slab + lane / 16) ^ r) << 4));
+        unit + att_place<S::PIECES>(lane / 8 % 2 * 8 + lane % 8, 2 * slab + lane / 16);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -406,7 +416,7 @@ __device__ inline void att_values(float (&o)[M][SLAB][4], const uint32_t (&p)[M]
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t b[4];
-        att_matrix4_trans(b, at + k * 2048);
+        att_matrix4_trans(b, at + k * S::STEP);
         if constexpr (sizeof(T) == 1) {
 #pragma unroll
             for (int i = 0; i < 4; i++)

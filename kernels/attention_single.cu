@@ -1,35 +1,46 @@
-/* kernels/attention_single.cu - attention of rows that are their sequences' only ones: decode.
+/* kernels/attention_single.cu - attention of single tokens: decode.
  *
  *   requires  a cache that bgk_attention_fits(); scale > 0
- *   launch    a block of four warps an item, KV head, 16 of its query heads, and split; combine: a
- *             block a head and item. Graph-capturable, may start early
- *   memory    a warp has a unit of its own: K and V in chunks of 8 KiB (64 keys, 128 bytes of each)
- *             through a ring of STAGES in shared memory, STAGES - 1 of them under way
- *   order     attention.cuh: units in their order, from shared memory after every four, or from
- *             `parts` by combine; so splits change no bit
- *   spread    where items and heads are fewer than the GPU takes, an item's units go to several
- *             blocks and its parts to memory: m, l and O of each unit and head
+ *   launch    a block of four warps an item, KV head, 16 query heads and split; may start early
+ *   layout    K and V are mma's A, 16 keys (16 dims) tall, query heads its 8 columns: S and O are
+ *             transposed, and eight heads cost one mma
+ *   memory    warp w of four has units w, w + 4, ... for itself: they come in steps of 16 keys, K's
+ *             four and then V's, through its own ring of STAGES, STAGES - 1 of them under way
+ *   order     attention.cuh. The item's running (m, l, O) lies in shared memory and goes from the
+ *             warp of a unit to that of the next. Splits: units' own go to `parts`, and the block
+ *             that is done last merges them; so splits change no bit
+ *   spread    where items and heads are fewer than the GPU takes, long items are split
  *   proof     tests/gpu/test_attention.c */
 #include "attention.cuh"
 
 namespace
 {
 
-constexpr int WARPS = 4, BLOCK = 32 * WARPS, PAD = 4;
+constexpr int WARPS = 4, BLOCK = 32 * WARPS;
+constexpr int MIN_UNITS = 4;    /* of a split */
+constexpr int COUNTERS = 16384; /* at the beginning of parts: splits of a tile that are done */
 
 struct single_args {
     bgk_out out;
     bgk_att a;
     const bgk_item *items;
-    float *parts;  /* O: [part, head, D]; then (m, l): [part, head] */
-    int parts_cap; /* parts there is room for */
-    int splits, q_tiles, rows_cap;
+    unsigned *done; /* [item, tile], zero before and after */
+    float *parts;   /* O: [part, head, D]; then (m, l): [part, head] */
+    int parts_cap;  /* parts there is room for */
+    int splits, q_tiles;
 };
 
-/* An item's units, and whether they are spread over blocks. */
+template <typename T, int D, int N> struct single_shape {
+    using S = att_shape<T, D>;
+    static constexpr int STAGES = S::STEP < 3000 ? 8 : 4; /* divides the 8 steps of a unit */
+    static constexpr int RING = STAGES * S::STEP, TILES = D / 16;
+    static constexpr int STATE = N * TILES * 32 * 16, BYTES = WARPS * RING + STATE + N * 8 * 8;
+    static constexpr int FIT = D > 128 ? 1 : N == 1 ? 3 : 2; /* blocks on a processor */
+};
+
+/* An item's units, and over how many blocks they are spread. */
 struct unit_range {
-    int begin, end;
-    bool spread;
+    int begin, end, each, splits;
 };
 
 __device__ unit_range units_of(const single_args &a, const bgk_item &item)
@@ -38,38 +49,270 @@ __device__ unit_range units_of(const single_args &a, const bgk_item &item)
     unit_range u;
     u.begin = window && pos >= window ? (pos - window + 1) / BGK_UNIT : 0;
     u.end = pos / BGK_UNIT + 1;
-    u.spread = a.splits > 1 && u.end - u.begin > 1 && item.n <= a.parts_cap - u.end;
+    const int n = u.end - u.begin;
+    int splits = min(a.splits, n / MIN_UNITS);
+    if (splits > 1 && item.n > a.parts_cap - u.end) splits = 1;
+    u.each = splits > 1 ? (n + splits - 1) / splits : n;
+    u.splits = (n + u.each - 1) / u.each;
     return u;
 }
 
-/* A operand of q's rows r and r + 8 for all steps of 16 dims; heads from n on are 0. */
-template <typename T, int D>
-__device__ void load_q(uint32_t (&q)[D / 16][1][4], const bgk_att &a, int row, int head, int n,
+/* From one warp to another: barrier 1 + w is for warp w's turn. Numbers stand in the code, so that
+ * a block has no more barriers than these. */
+template <int W = 0> __device__ inline void turn_wait(int warp)
+{
+    if constexpr (W < WARPS) {
+        if (warp == W)
+            asm volatile("bar.sync %0, 64;" ::"n"(1 + W) : "memory");
+        else
+            turn_wait<W + 1>(warp);
+    }
+}
+
+template <int W = 0> __device__ inline void turn_give(int warp)
+{
+    if constexpr (W < WARPS) {
+        if (warp == W)
+            asm volatile("bar.arrive %0, 64;" ::"n"(1 + W) : "memory");
+        else
+            turn_give<W + 1>(warp);
+    }
+}
+
+/* B operand of q for all steps of 16 dims; heads from n on are 0. */
+template <typename T, int D, int N>
+__device__ void load_q(uint32_t (&q)[D / 16][N][2], const bgk_att &a, int row, int head, int n,
                        int lane)
 {
     constexpr bool Q8 = sizeof(T) == 1;
-    const int r = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4;
     const uint16_t *at = (const uint16_t *)a.q + row * a.q_cols + (int64_t)head * D;
 #pragma unroll
     for (int s = 0; s < D / 16; s++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int j = r + i % 2 * 8,
-                      dim = 16 * s + (Q8 ? 4 * t + i / 2 * 2 : 2 * t + i / 2 * 8);
-            q[s][0][i] = j < n ? *(const uint32_t *)(at + j * D + dim) : 0;
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int dim = 16 * s + (Q8 ? 4 * t + 2 * i : 2 * t + 8 * i);
+                q[s][j][i] = 8 * j + g < n ? *(const uint32_t *)(at + (8 * j + g) * D + dim) : 0;
+            }
+}
+
+/* A operand of 16 keys and dims 16 ks and on. */
+template <typename T, int D>
+__device__ inline void keys_operand(uint32_t (&a)[4], uint32_t step, int ks, int lane)
+{
+    constexpr int PIECES = att_shape<T, D>::PIECES;
+    if constexpr (sizeof(T) == 1) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t four = att_word(step + att_place<PIECES>(lane / 4 + 8 * i, ks) +
+                                           (uint32_t)(4 * (lane % 4))) ^
+                                  0x80808080u;
+            a[i] = att_halves<0x4140>(four);
+            a[2 + i] = att_halves<0x4342>(four);
+        }
+    } else {
+        att_matrix4(a, step + att_place<PIECES>(lane % 16, 2 * ks + lane / 16));
+    }
+}
+
+/* O^T += V^T P^T over 16 keys. A tile of O's rows g and g + 8 are dims 16 m + g and 16 m + g + 8;
+ * Q8: 16 m + 2 g and 16 m + 2 g + 1. */
+template <typename T, int D, int N>
+__device__ inline void add_values(float (&o)[D / 16][N][4], const uint32_t (&p)[N][2],
+                                  uint32_t step, int lane)
+{
+    constexpr int PIECES = att_shape<T, D>::PIECES;
+    if constexpr (sizeof(T) == 1) {
+#pragma unroll
+        for (int two = 0; two < D / 32; two++) {
+            uint32_t b[4];
+            att_matrix4_trans(b, step + att_place<PIECES>(lane % 16, 2 * two + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                b[i] ^= 0x80808080u;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t a[4] = {att_halves<0x4240>(b[2 * i]), att_halves<0x4341>(b[2 * i]),
+                                       att_halves<0x4240>(b[2 * i + 1]),
+                                       att_halves<0x4341>(b[2 * i + 1])};
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    att_mma<T>(o[2 * two + i][j], a, p[j][0], p[j][1]);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int m = 0; m < D / 16; m++) {
+            uint32_t a[4];
+            att_matrix4_trans(
+                a, step + att_place<PIECES>(lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2));
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                att_mma<T>(o[m][j], a, p[j][0], p[j][1]);
+        }
+    }
+}
+
+/* S to exponents' values, and the unit's m and l, of heads 2t, 2t + 1 (and 8 j more); keys lo .. hi
+ * (of the unit) are seen, all if !mask. */
+template <int N>
+__device__ inline void softmax(float (&s)[4][N][4], float (&m)[N][2], float (&l)[N][2],
+                               const att_scaling &x, bool mask, int lo, int hi, int lane)
+{
+    const int g = lane / 4;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int key = 16 * i + g + e / 2 * 8;
+                if (x.cap) s[i][j][e] = att_tanh(__fmul_rn(s[i][j][e], x.pre));
+                if (mask && (key < lo || key > hi)) s[i][j][e] = -INFINITY;
+            }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float most = -INFINITY, sum = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                most = fmaxf(most, fmaxf(s[i][j][c], s[i][j][c + 2]));
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2)
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+            m[j][c] = __fmul_rn(most, x.by);
+            const float base = most == -INFINITY ? 0.0f : -m[j][c];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int e = c; e < 4; e += 2) {
+                    s[i][j][e] = att_exp2(__fmaf_rn(s[i][j][e], x.by, base));
+                    sum = __fadd_rn(sum, s[i][j][e]);
+                }
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2)
+                sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, d));
+            l[j][c] = sum;
         }
 }
 
-template <typename T, int D, int STAGES>
-__global__ void __launch_bounds__(BLOCK, 2) attend_single(single_args a)
+/* The running state takes a unit in. first: there is none yet. */
+template <int D, int N>
+__device__ inline void merge(float4 *state, float2 *ml, bool first, const float (&o)[D / 16][N][4],
+                             const float (&m)[N][2], const float (&l)[N][2], int lane)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        att_weights w[2];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float2 *at = ml + 8 * j + lane % 4 * 2 + c;
+            float2 old = first ? make_float2(-INFINITY, 0.0f) : *at;
+            w[c] = att_merge(old.x, m[j][c]);
+            old.y = att_merged(old.y, l[j][c], w[c]);
+            __syncwarp();
+            if (lane < 4) *at = old;
+        }
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            float4 *at = state + (i * N + j) * 32 + lane;
+            float4 v = first ? make_float4(0, 0, 0, 0) : *at;
+            v.x = att_merged(v.x, o[i][j][0], w[0]);
+            v.y = att_merged(v.y, o[i][j][1], w[1]);
+            v.z = att_merged(v.z, o[i][j][2], w[0]);
+            v.w = att_merged(v.w, o[i][j][3], w[1]);
+            *at = v;
+        }
+    }
+}
+
+/* A unit's own m, l and O to memory. */
+template <bool Q8, int D, int N>
+__device__ inline void put_part(const single_args &a, int64_t part, int rows,
+                                const float (&o)[D / 16][N][4], const float (&m)[N][2],
+                                const float (&l)[N][2], int lane)
+{
+    float2 *ml = (float2 *)(a.parts + (int64_t)a.parts_cap * a.a.heads.n_heads * D);
+    const int g = lane / 4;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int head = 8 * j + lane % 4 * 2 + c;
+            if (head >= rows) continue;
+            float *to = a.parts + (part + head) * D;
+            if (g == 0) ml[part + head] = make_float2(m[j][c], l[j][c]);
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+                to[16 * i + (Q8 ? 2 * g : g)] = o[i][j][c];
+                to[16 * i + (Q8 ? 2 * g + 1 : g + 8)] = o[i][j][c + 2];
+            }
+        }
+}
+
+/* Units' parts to the result; a thread four columns of a head. */
+template <int D>
+__device__ void combine(const single_args &a, const bgk_item &item, const unit_range &u, int head0,
+                        int rows)
+{
+    constexpr int AHEAD = 8;
+    const bgk_heads &h = a.a.heads;
+    const float2 *ml_of = (const float2 *)(a.parts + (int64_t)a.parts_cap * h.n_heads * D);
+    for (int quad = threadIdx.x; quad < rows * (D / 4); quad += BLOCK) {
+        const int head = head0 + quad / (D / 4), col = quad % (D / 4) * 4;
+        float m = -INFINITY, l = 0;
+        float4 o = {};
+        for (int unit = u.begin; unit < u.end; unit += AHEAD) {
+            float2 ml[AHEAD];
+            float4 v[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (unit + i >= u.end) continue;
+                const int64_t part = (int64_t)(item.n + unit + i) * h.n_heads + head;
+                ml[i] = __ldcg(ml_of + part);
+                v[i] = __ldcg((const float4 *)(a.parts + part * D + col));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (unit + i >= u.end) continue;
+                const att_weights w = att_merge(m, ml[i].x);
+                l = att_merged(l, ml[i].y, w);
+                o.x = att_merged(o.x, v[i].x, w);
+                o.y = att_merged(o.y, v[i].y, w);
+                o.z = att_merged(o.z, v[i].z, w);
+                o.w = att_merged(o.w, v[i].w, w);
+            }
+        }
+        const float f = att_factor(m, l, h.sinks, head);
+        put(a.out, item.row0, head * D + col, __fmul_rn(o.x, f));
+        put(a.out, item.row0, head * D + col + 1, __fmul_rn(o.y, f));
+        put(a.out, item.row0, head * D + col + 2, __fmul_rn(o.z, f));
+        put(a.out, item.row0, head * D + col + 3, __fmul_rn(o.w, f));
+    }
+}
+
+/* Value `dim` of a row of the running state. */
+template <bool Q8, int N> __device__ inline float state_at(const float *state, int row, int dim)
+{
+    const int in = dim % 16, g = Q8 ? in / 2 : in % 8, high = Q8 ? in % 2 : in / 8;
+    const int lane = g * 4 + row % 8 / 2;
+    return state[((dim / 16 * N + row / 8) * 32 + lane) * 4 + 2 * high + row % 2];
+}
+
+template <typename T, int D, int N>
+__global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_single(single_args a)
 {
     using S = att_shape<T, D>;
-    constexpr int CHUNKS = S::CHUNKS, PER_UNIT = 2 * CHUNKS, EACH = D / 32;
+    using L = single_shape<T, D, N>;
+    constexpr int STAGES = L::STAGES;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned char *ring = shared + warp * STAGES * S::STAGE;
-    float *o_of = (float *)(shared + WARPS * STAGES * S::STAGE);       /* [4][rows_cap][D + PAD] */
-    float2 *ml_of = (float2 *)(o_of + WARPS * a.rows_cap * (D + PAD)); /* [4][rows_cap] */
+    float4 *state = (float4 *)shared;
+    float2 *state_ml = (float2 *)(shared + L::STATE);
+    const uint32_t ring = att_shared(shared + L::STATE + N * 64 + warp * L::RING);
     ptx_wait_prior();
     ptx_let_next_start();
 
@@ -81,237 +324,180 @@ __global__ void __launch_bounds__(BLOCK, 2) attend_single(single_args a)
     const int rows = min(16, group.first + group.n - head0);
     const int4 raw = *(const int4 *)(a.items + blockIdx.y);
     const bgk_item item = {raw.x, raw.y, raw.z, raw.w};
-    const unit_range all = units_of(a, item);
-    int begin = all.begin, end = all.end;
-    if (all.spread) {
-        const int each = (end - begin + a.splits - 1) / a.splits;
-        begin += split * each;
-        end = min(end, begin + each);
-    } else if (split) {
-        return;
-    }
-    if (begin >= end || rows <= 0) return;
+    const unit_range u = units_of(a, item);
+    if (split >= u.splits || rows <= 0) return;
+    const int begin = u.begin + split * u.each, end = min(u.end, begin + u.each);
 
     const int pos = item.pos0, keys_end = pos + 1;
-    const int first = h.window && pos >= h.window ? pos - h.window + 1 : 0;
+    const int seen = h.window && pos >= h.window ? pos - h.window + 1 : 0;
     const att_keys keys = att_keys_of<T>(a.a, item.block0, kv);
     const att_scaling scaling = att_scaling_of(h);
 
-    /* The ring: chunk i of the warp's units (K's, then V's) goes to stage i % STAGES. */
     att_rows<BGK_UNIT> at;
-    int coming = begin + warp - WARPS, to = 0, from = 0;
+    int coming = begin + warp - WARPS;
     at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
-    auto issue = [&](int chunk) {
-        if (chunk == 0) {
-            coming += WARPS;
-            at.take(keys, coming * BGK_UNIT, lane);
-            at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
-        }
-        if (coming < end)
-            att_load<T, D, BGK_UNIT>(att_shared(ring + to * S::STAGE), keys, chunk >= CHUNKS,
-                                     chunk % CHUNKS, at, 0, lane);
-        ptx_copy_commit();
-        to = to + 1 == STAGES ? 0 : to + 1;
+    auto issue = [&](int step) { /* 0..3: K's, 4..7: V's, to stage step % STAGES */
+                                 if (step == 0) {
+                                     coming += WARPS;
+                                     at.take(keys, coming * BGK_UNIT, lane);
+                                     at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
+                                 }
+                                 if (coming < end)
+                                     att_load<T, D, S::KEYS>(ring + step % STAGES * S::STEP, keys,
+                                                             step >= 4, at.row[step % 4 / 2],
+                                                             step % 2 * 16, 0, lane);
+                                 ptx_copy_commit();
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++)
-        issue(i % PER_UNIT);
-    uint32_t q[D / 16][1][4];
-    load_q<T, D>(q, a.a, item.row0, head0, rows, lane);
+        issue(i);
+    uint32_t q[D / 16][N][2];
+    load_q<T, D, N>(q, a.a, item.row0, head0, rows, lane);
 
-    float4 o[EACH] = {};
-    float m[EACH], l[EACH];
+    for (int unit = begin + warp; unit < end; unit += WARPS) {
+        float s[4][N][4] = {}, m[N][2], l[N][2], o[D / 16][N][4] = {};
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        m[i] = -INFINITY;
-        l[i] = 0;
-    }
-    for (int round = begin; round < end; round += WARPS) {
-        const int unit = round + warp;
-        float m_unit[2], l_unit[2];
-        uint32_t p[1][4][4];
-        const int r = lane / 4, t = lane % 4;
-        if (unit < end) {
-            float s[1][8][4] = {};
-            const unsigned char *stage = nullptr;
+        for (int i = 0; i < 4; i++) {
+            ptx_copy_wait<STAGES - 2>();
+            __syncwarp();
+            issue((i + STAGES - 1) % 8);
+            const uint32_t step = ring + i % STAGES * S::STEP;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) {
-                ptx_copy_wait<STAGES - 2>();
-                __syncwarp();
-                issue((c + STAGES - 1) % PER_UNIT);
-                stage = ring + from * S::STAGE;
-                from = from + 1 == STAGES ? 0 : from + 1;
+            for (int ks = 0; ks < D / 16; ks++) {
+                uint32_t k[4];
+                keys_operand<T, D>(k, step, ks, lane);
 #pragma unroll
-                for (int ks = 0; ks < (c < CHUNKS - 1 ? S::CHUNK : S::LAST) / 16; ks++)
-                    att_scores<T, 1>(s, q[c * S::CHUNK / 16 + ks], att_shared(stage), ks, lane);
+                for (int j = 0; j < N; j++)
+                    att_mma<T>(s[i][j], k, q[ks][j][0], q[ks][j][1]);
             }
-            const float *k_scale = (const float *)(stage + S::CHUNK_BYTES);
-            const float *v_scale = (const float *)(ring + from * S::STAGE + S::CHUNK_BYTES);
-            if constexpr (S::Q8) { /* V's scales come with its first chunk */
-                ptx_copy_wait<STAGES - 2>();
-                __syncwarp();
+            if constexpr (S::Q8) {
+                float by[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    by[e] = __uint_as_float(
+                        att_word(step + (uint32_t)(S::SCALES + 4 * (lane / 4 + 8 * e))));
+#pragma unroll
+                for (int j = 0; j < N; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        s[i][j][e] = __fmul_rn(s[i][j][e], by[e / 2]);
             }
-            const int key0 = unit * BGK_UNIT;
-            const int lo[2] = {first - key0, first - key0}, hi[2] = {pos - key0, pos - key0};
-            const bool mask = lo[0] > 0 || hi[0] < BGK_UNIT - 1;
-            att_softmax<T>(p[0], m_unit, l_unit, s[0], scaling, mask, lo, hi, k_scale, v_scale,
-                           lane);
         }
-        if (!all.spread) __syncthreads(); /* the round before has been merged */
-        if (unit < end) {
-            const int64_t part = (int64_t)(item.n + unit) * h.n_heads + head0;
-            float *o_to = all.spread ? a.parts + part * D : o_of + warp * a.rows_cap * (D + PAD);
-            float2 *ml_to = all.spread
-                                ? (float2 *)(a.parts + (int64_t)a.parts_cap * h.n_heads * D) + part
-                                : ml_of + warp * a.rows_cap;
-            const int pitch = all.spread ? D : D + PAD;
-            if (t == 0) {
-                if (r < rows) ml_to[r] = make_float2(m_unit[0], l_unit[0]);
-                if (r + 8 < rows) ml_to[r + 8] = make_float2(m_unit[1], l_unit[1]);
-            }
+        const int lo = seen - unit * BGK_UNIT, hi = pos - unit * BGK_UNIT;
+        softmax<N>(s, m, l, scaling, lo > 0 || hi < BGK_UNIT - 1, lo, hi, lane);
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) {
-                ptx_copy_wait<STAGES - 2>();
-                __syncwarp();
-                issue((CHUNKS + c + STAGES - 1) % PER_UNIT);
-                const uint32_t stage = att_shared(ring + from * S::STAGE);
-                from = from + 1 == STAGES ? 0 : from + 1;
+        for (int i = 0; i < 4; i++) {
+            ptx_copy_wait<STAGES - 2>();
+            __syncwarp();
+            issue((i + 4 + STAGES - 1) % 8);
+            const uint32_t step = ring + (i + 4) % STAGES * S::STEP;
+            uint32_t p[N][2];
 #pragma unroll
-                for (int slab = 0; slab < (c < CHUNKS - 1 ? S::CHUNK : S::LAST) / 8 / S::SLAB;
-                     slab++) {
-                    float v[1][S::SLAB][4];
-                    att_values<T, 1, S::SLAB>(v, p, stage, slab, lane);
+            for (int e = 0; e < 2; e++) {
+                float by = 1;
+                if constexpr (S::Q8)
+                    by = __fmul_rn(__uint_as_float(att_word(
+                                       step + (uint32_t)(S::SCALES + 4 * (lane / 4 + 8 * e)))),
+                                   ATT_RAISE);
 #pragma unroll
-                    for (int n = 0; n < S::SLAB; n++) {
-                        const int nt = c * S::CHUNK / 8 + slab * S::SLAB + n;
-                        const int c0 = att_col<S::Q8>(nt, t, 0), c1 = att_col<S::Q8>(nt, t, 1);
-                        if (r < rows) {
-                            o_to[r * pitch + c0] = v[0][n][0];
-                            o_to[r * pitch + c1] = v[0][n][1];
-                        }
-                        if (r + 8 < rows) {
-                            o_to[(r + 8) * pitch + c0] = v[0][n][2];
-                            o_to[(r + 8) * pitch + c1] = v[0][n][3];
-                        }
+                for (int j = 0; j < N; j++) {
+                    float x = s[i][j][2 * e], y = s[i][j][2 * e + 1];
+                    if constexpr (S::Q8) {
+                        x = __fmul_rn(x, by);
+                        y = __fmul_rn(y, by);
                     }
+                    p[j][e] = att_transposed(att_pack<T>(x, y));
                 }
             }
+            add_values<T, D, N>(o, p, step, lane);
         }
-        if (all.spread) continue;
-        __syncthreads();
-        const int n_units = min(WARPS, end - round);
+        if constexpr (S::Q8)
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int quad = threadIdx.x + i * BLOCK, row = quad / (D / 4),
-                      col = quad % (D / 4) * 4;
-            if (row >= rows) continue;
-            for (int w = 0; w < n_units; w++) {
-                const float2 ml = ml_of[w * a.rows_cap + row];
-                const float4 v = *(const float4 *)(o_of + (w * a.rows_cap + row) * (D + PAD) + col);
-                const att_weights weights = att_merge(m[i], ml.x);
-                l[i] = att_merged(l[i], ml.y, weights);
-                o[i].x = att_merged(o[i].x, v.x, weights);
-                o[i].y = att_merged(o[i].y, v.y, weights);
-                o[i].z = att_merged(o[i].z, v.z, weights);
-                o[i].w = att_merged(o[i].w, v.w, weights);
+            for (int i = 0; i < D / 16; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        o[i][j][e] = __fmul_rn(o[i][j][e], 1.0f / ATT_RAISE);
+        if (u.splits > 1) {
+            put_part<S::Q8, D, N>(a, (int64_t)(item.n + unit) * h.n_heads + head0, rows, o, m, l,
+                                  lane);
+            continue;
+        }
+        if (unit > begin) turn_wait(warp);
+        merge<D, N>(state, state_ml, unit == begin, o, m, l, lane);
+        __syncwarp();
+        if (unit + 1 < end) turn_give((warp + 1) % WARPS);
+    }
+    if (u.splits > 1) {
+        int *last = (int *)shared;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            unsigned *done = a.done + blockIdx.y * (gridDim.x / (unsigned)a.splits) + tile;
+            *last = atomicAdd(done, 1u) == (unsigned)u.splits - 1;
+            if (*last) *done = 0;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!*last) return;
+        combine<D>(a, item, u, head0, rows);
+    } else {
+        __syncthreads();
+        for (int i = threadIdx.x; i < rows * (D / 2); i += BLOCK) {
+            const int row = i / (D / 2), at2 = i % (D / 2), head = head0 + row;
+            const float2 ml = state_ml[row];
+            const float f = att_factor(ml.x, ml.y, h.sinks, head);
+            const int c0 = D % 64 ? 2 * at2 : at2 / 32 * 64 + at2 % 32;
+            const int c1 = D % 64 ? c0 + 1 : c0 + 32;
+            const float x = __fmul_rn(state_at<S::Q8, N>((const float *)state, row, c0), f);
+            const float y = __fmul_rn(state_at<S::Q8, N>((const float *)state, row, c1), f);
+            if (D % 64 == 0 && a.out.layout == BGK_TILES) {
+                *(__half2 *)((__half *)a.out.data +
+                             tile_at(a.out.stride, item.row0, head * D + c0)) =
+                    __halves2half2(tile_half(x), tile_half(y));
+            } else {
+                put(a.out, item.row0, head * D + c0, x);
+                put(a.out, item.row0, head * D + c1, y);
             }
         }
-    }
-    if (all.spread) return;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int quad = threadIdx.x + i * BLOCK, row = quad / (D / 4), col = quad % (D / 4) * 4;
-        if (row >= rows) continue;
-        const int head = head0 + row, to_col = head * D + col;
-        const float f = att_factor(m[i], l[i], h.sinks, head);
-        put(a.out, item.row0, to_col, __fmul_rn(o[i].x, f));
-        put(a.out, item.row0, to_col + 1, __fmul_rn(o[i].y, f));
-        put(a.out, item.row0, to_col + 2, __fmul_rn(o[i].z, f));
-        put(a.out, item.row0, to_col + 3, __fmul_rn(o[i].w, f));
     }
     fill_last_group(a.out, item.row0, head0 + rows - 1, h.n_heads, D, threadIdx.x, BLOCK);
 }
 
-/* A thread a column. */
-template <int D> __global__ void __launch_bounds__(D) combine(single_args a)
+template <typename T, int D, int N>
+cudaError_t launch_rows(single_args a, int n, int n_sms, cudaStream_t stream)
 {
-    constexpr int AHEAD = 32; /* so many loads under way: contexts may be long */
-    ptx_wait_prior();
-    ptx_let_next_start();
-    const bgk_heads &h = a.a.heads;
-    const int4 raw = *(const int4 *)(a.items + blockIdx.y);
-    const bgk_item item = {raw.x, raw.y, raw.z, raw.w};
-    const unit_range u = units_of(a, item);
-    if (!u.spread) return;
-    const int head = blockIdx.x, col = threadIdx.x;
-    const float2 *ml_of = (const float2 *)(a.parts + (int64_t)a.parts_cap * h.n_heads * D);
-    float m = -INFINITY, l = 0, o = 0;
-    for (int unit = u.begin; unit < u.end; unit += AHEAD) {
-        float2 ml[AHEAD];
-        float v[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (unit + i >= u.end) continue;
-            const int64_t part = (int64_t)(item.n + unit + i) * h.n_heads + head;
-            ml[i] = ml_of[part];
-            v[i] = a.parts[part * D + col];
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (unit + i >= u.end) continue;
-            const att_weights w = att_merge(m, ml[i].x);
-            l = att_merged(l, ml[i].y, w);
-            o = att_merged(o, v[i], w);
-        }
-    }
-    put(a.out, item.row0, head * D + col, __fmul_rn(o, att_factor(m, l, h.sinks, head)));
-    fill_last_group(a.out, item.row0, head, h.n_heads, D, threadIdx.x, D);
-}
-
-template <typename T, int D, int STAGES>
-cudaError_t launch_stages(const single_args &a, int n, size_t bytes, cudaStream_t stream)
-{
-    cudaError_t e = cudaFuncSetAttribute(attend_single<T, D, STAGES>,
-                                         cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    using L = single_shape<T, D, N>;
+    const int blocks = n * a.a.cache.n_kv_heads * a.q_tiles;
+    const int splits = a.parts_cap && blocks <= COUNTERS ? 2 * L::FIT * n_sms / blocks : 1;
+    a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
+    const cudaError_t e = cudaFuncSetAttribute(
+        attend_single<T, D, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES);
+    if (e != cudaSuccess) return e;
     const dim3 grid((unsigned)(a.a.cache.n_kv_heads * a.q_tiles * a.splits), (unsigned)n);
-    if (e == cudaSuccess)
-        e = launch_after(attend_single<T, D, STAGES>, grid, BLOCK, bytes, stream, a);
-    if (e == cudaSuccess && a.splits > 1)
-        e = launch_after(combine<D>, dim3((unsigned)a.a.heads.n_heads, (unsigned)n), D, 0, stream,
-                         a);
-    return e;
+    return launch_after(attend_single<T, D, N>, grid, BLOCK, L::BYTES, stream, a);
 }
 
-size_t shared_room()
+template <typename T, int D>
+cudaError_t launch(const single_args &a, int n, int n_sms, cudaStream_t stream)
 {
-    int device = 0, bytes = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return (size_t)bytes;
+    return a.a.heads.group <= 8 ? launch_rows<T, D, 1>(a, n, n_sms, stream)
+                                : launch_rows<T, D, 2>(a, n, n_sms, stream);
 }
 
-template <typename T, int D> cudaError_t launch(single_args a, int n, cudaStream_t stream)
-{
-    using S = att_shape<T, D>;
-    const size_t merge = (size_t)WARPS * (size_t)a.rows_cap * ((D + PAD) * 4 + 8);
-    const size_t three = (size_t)WARPS * 3 * S::STAGE + merge;
-    /* Two blocks on a processor of Hopper's 228 KiB, 1 KiB more for each. */
-    if (three <= (233472 - 2048) / 2 && three <= shared_room())
-        return launch_stages<T, D, 3>(a, n, three, stream);
-    return launch_stages<T, D, 2>(a, n, (size_t)WARPS * 2 * S::STAGE + merge, stream);
-}
-
-template <typename T> cudaError_t launch_type(const single_args &a, int n, cudaStream_t stream)
+template <typename T>
+cudaError_t launch_type(const single_args &a, int n, int n_sms, cudaStream_t stream)
 {
     switch (a.a.cache.k_dim) {
     case 64:
-        return launch<T, 64>(a, n, stream);
+        return launch<T, 64>(a, n, n_sms, stream);
     case 96:
-        return launch<T, 96>(a, n, stream);
+        return launch<T, 96>(a, n, n_sms, stream);
     case 128:
-        return launch<T, 128>(a, n, stream);
+        return launch<T, 128>(a, n, n_sms, stream);
     default:
-        return launch<T, 256>(a, n, stream);
+        return launch<T, 256>(a, n, n_sms, stream);
     }
 }
 
@@ -327,25 +513,22 @@ cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk
         return cudaErrorInvalidValue;
     if (!n || !h->n_heads) return cudaSuccess;
     const size_t part = (size_t)h->n_heads * (size_t)(a->cache.v_dim + 2) * sizeof(float);
-    const size_t cap = parts ? parts_bytes / part : 0;
-    const int q_tiles = (h->group + 15) / 16, blocks = n * a->cache.n_kv_heads * q_tiles;
-    const int splits = cap ? 2 * n_sms / blocks : 1;
+    const size_t counters = COUNTERS * sizeof(unsigned);
+    const size_t cap = parts && parts_bytes > counters ? (parts_bytes - counters) / part : 0;
     const single_args args = {.out = *out,
                               .a = *a,
                               .items = items,
-                              .parts = (float *)parts,
+                              .done = (unsigned *)parts,
+                              .parts = (float *)((char *)parts + counters),
                               .parts_cap = (int)(cap < 1u << 30 ? cap : 1u << 30),
-                              .splits = splits > 64  ? 64
-                                        : splits < 1 ? 1
-                                                     : splits,
-                              .q_tiles = q_tiles,
-                              .rows_cap = h->group < 16 ? h->group : 16};
+                              .splits = 1,
+                              .q_tiles = (h->group + 15) / 16};
     switch (a->cache.type) {
     case BGK_F16:
-        return launch_type<__half>(args, n, stream);
+        return launch_type<__half>(args, n, n_sms, stream);
     case BGK_BF16:
-        return launch_type<__nv_bfloat16>(args, n, stream);
+        return launch_type<__nv_bfloat16>(args, n, n_sms, stream);
     default:
-        return launch_type<int8_t>(args, n, stream);
+        return launch_type<int8_t>(args, n, n_sms, stream);
     }
 }

@@ -25,7 +25,7 @@ template <typename T, int D> struct tile_shape {
     static constexpr int M = D > 128 ? 1 : 2, WARPS = ROWS / 16 / M, BLOCK = 32 * WARPS;
     static constexpr int KEYS = BGK_UNIT / WARPS; /* of a unit, that a warp brings */
     static constexpr int PANELS = (D + 63) / 64;  /* of Q: [128 rows][64 values], as chunks */
-    static constexpr int Q_BYTES = PANELS * ROWS * 128, UNIT_BYTES = S::CHUNKS * S::STAGE;
+    static constexpr int Q_BYTES = PANELS * ROWS * 128, UNIT_BYTES = 4 * S::STEP;
     static constexpr int BYTES = Q_BYTES + 4 * UNIT_BYTES;
 };
 
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     constexpr int M = L::M;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
-    unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V][chunks] */
+    unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V] */
     ptx_wait_prior();
     ptx_let_next_start();
 
@@ -136,9 +136,10 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
         at.take(keys, key0, lane);
         at.look_up(keys, key0 + BGK_UNIT, keys_end, lane);
 #pragma unroll
-        for (int c = 0; c < 2 * S::CHUNKS; c++)
-            att_load<T, D, L::KEYS>(att_shared(to + c * S::STAGE), keys, c >= S::CHUNKS,
-                                    c % S::CHUNKS, at, warp * L::KEYS, lane);
+        for (int v = 0; v < 2; v++)
+            att_load<T, D, L::KEYS>(
+                att_shared(to + v * L::UNIT_BYTES + warp * L::KEYS / S::KEYS * S::STEP), keys, v,
+                at.row[0], 0, warp * L::KEYS % S::KEYS, lane);
         ptx_copy_commit();
     };
     issue(begin);
@@ -173,13 +174,12 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
                 att_matrix4(q[m],
                             q_at + (uint32_t)(ks / 4 * ROWS * 128 + m * 16 * 128 +
                                               (((ks % 4 * 2 + lane / 16) ^ (lane & 7)) << 4)));
-            constexpr int STEPS = S::CHUNK / 16;
-            att_scores<T, M>(s, q, att_shared(k_at + ks / STEPS * S::STAGE), ks % STEPS, lane);
+            att_scores<T, D, M>(s, q, att_shared(k_at), ks, lane);
         }
         const bool mask =
             key0 + BGK_UNIT - 1 > warp_lo || (h.window && key0 < warp_hi - h.window + 1);
-        const float *k_scale = (const float *)(k_at + S::CHUNK_BYTES);
-        const float *v_scale = (const float *)(v_at + S::CHUNK_BYTES);
+        const float *k_scale = (const float *)(k_at + S::SCALES);
+        const float *v_scale = (const float *)(v_at + S::SCALES);
         uint32_t p[M][4][4];
         att_weights w[M][2];
 #pragma unroll
@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
                 hi[i] = pos[m][i] - key0;
                 lo[i] = h.window ? hi[i] - h.window + 1 : 0;
             }
-            att_softmax<T>(p[m], m_unit, l_unit, s[m], scaling, mask, lo, hi, k_scale, v_scale,
-                           lane);
+            att_softmax<T, S::STEP / 4>(p[m], m_unit, l_unit, s[m], scaling, mask, lo, hi, k_scale,
+                                        v_scale, lane);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 w[m][i] = att_merge(most[m][i], m_unit[i]);
@@ -201,10 +201,8 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
         }
 #pragma unroll
         for (int nt = 0; nt < D / 8; nt += S::SLAB) {
-            constexpr int TILES = S::CHUNK / 8;
             float v[M][S::SLAB][4];
-            att_values<T, M, S::SLAB>(v, p, att_shared(v_at + nt / TILES * S::STAGE),
-                                      nt % TILES / S::SLAB, lane);
+            att_values<T, D, M, S::SLAB>(v, p, att_shared(v_at), nt / S::SLAB, lane);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll

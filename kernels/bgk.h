@@ -303,8 +303,9 @@ typedef struct bgk_att { /* what both kernels take */
     bgk_heads heads;
 } bgk_att;
 /* n items of one token each. Few of them are spread over n_sms processors through `parts`, room for
- * parts_bytes: item i has pos / 64 + 1 parts, whose numbers begin at items[i].n. An item whose parts
- * have no room (n_heads * (v_dim + 2) floats each) is not spread. The grid depends on n alone. */
+ * parts_bytes, zero before the first use: item i has pos / 64 + 1 parts, whose numbers begin at
+ * items[i].n. An item whose parts have no room (n_heads * (v_dim + 2) floats each) is not spread. The
+ * grid depends on n alone. */
 cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
                                  void *parts, size_t parts_bytes, int n_sms, cudaStream_t stream);
 cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,

@@ -137,6 +137,7 @@ static setup make(shape s, const int *ctx, int n_seqs)
     t.d_tables = to_device(t.tables, (size_t)t.n_tables * sizeof *t.tables);
     t.parts_bytes = (size_t)8 << 20;
     t.parts = poisoned(t.parts_bytes);
+    CU(cudaMemset(t.parts, 0, t.parts_bytes));
     free(q);
     return t;
 }
@@ -218,7 +219,7 @@ static bgk_item *send_items(const bgk_item *items, int n)
 }
 
 typedef struct result {
-    void *data;
+    char *memory, *data; /* data: 1024-byte aligned, as tiles are */
     size_t bytes;
     bgk_out out;
 } result;
@@ -228,7 +229,8 @@ static result result_new(const setup *t, bgk_layout layout)
     const size_t cols = (size_t)t->n_heads * (size_t)t->s.dim, rows = (size_t)t->n_rows;
     const size_t stride = (rows + 255) / 256 * 256, groups = (cols + 63) / 64;
     result r = {.bytes = layout == BGK_TILES ? groups * stride * 128 : rows * cols * sizeof(float)};
-    r.data = poisoned(r.bytes + GUARD);
+    r.memory = poisoned(r.bytes + GUARD + 1024);
+    r.data = r.memory + (-(uintptr_t)r.memory & 1023);
     r.out = (bgk_out){r.data, layout, (int64_t)(layout == BGK_TILES ? stride : cols)};
     return r;
 }
@@ -239,7 +241,7 @@ static void *result_take(result *r)
     CU(cudaGetLastError());
     unsigned char *host = from_device(r->data, r->bytes + GUARD);
     cr_assert(all_poison(host + r->bytes, GUARD), "the guard was written over");
-    CU(cudaFree(r->data));
+    CU(cudaFree(r->memory));
     return host;
 }
 
@@ -355,7 +357,7 @@ static void check_shape(shape s, const int *ctx, int n_seqs)
     b = run_single(&t, BGK_ROWS, 1, N_SMS, t.parts_bytes);
     same_bits(&t, tiles, b, "decode alone, spread");
     free(b);
-    b = run_single(&t, BGK_ROWS, 3, N_SMS * 16, (size_t)1 << 16);
+    b = run_single(&t, BGK_ROWS, 3, N_SMS * 16, (size_t)3 << 16);
     same_bits(&t, tiles, b, "decode by three, spread as room allows");
     free(b);
     uint16_t *halves = run_tiles(&t, BGK_TILES, BGK_TILE_TOKENS);

@@ -61,6 +61,17 @@ inline bool bad_heads(const bgk_heads *h, const bgk_cache *c)
            (h->n_heads && h->head0 / h->group < h->kv_head0);
 }
 
+/* A kernel that takes `bytes` of shared memory, and as many blocks to a processor as that allows.
+ */
+template <typename... P> cudaError_t att_shared_memory(void (*kernel)(P...), int bytes)
+{
+    const cudaError_t e =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return e;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+}
+
 /* ---- shapes ---------------------------------------------------------------------------------- */
 
 template <typename T, int D> struct att_shape {

@@ -472,8 +472,7 @@ cudaError_t launch_rows(single_args a, int n, int n_sms, cudaStream_t stream)
     const int blocks = n * a.a.cache.n_kv_heads * a.q_tiles;
     const int splits = a.parts_cap && blocks <= COUNTERS ? 2 * L::FIT * n_sms / blocks : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
-    const cudaError_t e = cudaFuncSetAttribute(
-        attend_single<T, D, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES);
+    const cudaError_t e = att_shared_memory(attend_single<T, D, N>, L::BYTES);
     if (e != cudaSuccess) return e;
     const dim3 grid((unsigned)(a.a.cache.n_kv_heads * a.q_tiles * a.splits), (unsigned)n);
     return launch_after(attend_single<T, D, N>, grid, BLOCK, L::BYTES, stream, a);

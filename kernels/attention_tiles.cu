@@ -227,8 +227,7 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
 template <typename T, int D> cudaError_t launch(const tiles_args &a, int n, cudaStream_t stream)
 {
     using L = tile_shape<T, D>;
-    const cudaError_t e = cudaFuncSetAttribute(
-        attend_tiles<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES);
+    const cudaError_t e = att_shared_memory(attend_tiles<T, D>, L::BYTES);
     if (e != cudaSuccess) return e;
     constexpr int TOKENS = BGK_TILE_TOKENS;
     const int parts = (TOKENS * a.a.heads.group + ROWS - 1) / ROWS;

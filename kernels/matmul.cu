@@ -1,17 +1,24 @@
 /* kernels/matmul.cu - out = x W^T for quantised weights on Hopper's tensor cores: one kernel for
  * every number of tokens, from one to a whole prefill step.
  *
- *   what      weights are the A operand of wgmma, made in registers from their quants (bgk.h says
- * how a tile lies in memory): mask, and one half2 FMA with scale and min; tokens are N, from shared
- * memory. A warpgroup owns 64 rows and N tokens; WGS of them share the tokens of a block. One more
- * warp brings both operands by bulk copies through a ring of stages. requires  bgk.h; sm_90a
- * (elsewhere the launcher says cudaErrorNotSupported) launch    a block is 32 + 128 WGS threads;
- * blocks go over their tiles by themselves (splits 1), or form clusters of `splits` that sum a part
- * of K each; up to 227 KB of dynamic shared memory; programmatic: weights are on their way before
- * the kernel before has ended; graph-capturable order     one chain over K in steps of 16 within
- * each of `splits` equal parts, then the parts in order: the number of tokens, N and WGS change no
- * bit traffic   weights once per token tile, tokens once per row tile proof tests/gpu/test_matmul.c
- */
+ * - what: weights are the A operand of wgmma, made in registers from their quants (bgk.h says how a
+ *   tile lies in memory): mask, and one half2 FMA with scale and min; tokens are N, from shared
+ *   memory. A warpgroup owns 64 rows and N tokens; WGS of them share the tokens of a block. One
+ * more brings both operands by bulk copies through a ring of stages.
+ *
+ * - requires: bgk.h; sm_90a (elsewhere the launcher says cudaErrorNotSupported).
+ *
+ * - launch: a block is a warpgroup that brings and one to four that multiply; it goes over its
+ * tiles by itself; up to 227 KB of dynamic shared memory; programmatic: weights are on their way
+ * before the kernel before has ended; graph-capturable.
+ *
+ * - order: K in `splits` parts, each one chain in steps of 16, then the parts in order: warpgroups
+ * of a block take a part each, or (many tokens) one takes them in turn. The number of tokens, N and
+ *   WGS change no bit.
+ *
+ * - traffic: weights once per token tile, tokens once per row tile.
+ *
+ * - proof: tests/gpu/test_matmul.c */
 #include <cuda_fp16.h>
 
 #include "bgk.h"
@@ -46,6 +53,12 @@ __host__ __device__ constexpr int chunk_bytes(int format)
            : format == BGK_W6 ? 3584
            : format == BGK_W8 ? 4352
                               : 8192;
+}
+
+/* First chunk of a part of K; stages of 2 or 4 chunks never lie across. */
+__device__ int part_begin(const args &a, int part)
+{
+    return part < a.splits ? a.n_chunks / 4 * part / a.splits * 4 : a.n_chunks;
 }
 
 /* Which tile a block works on: token tiles in groups of GROUP, so that blocks at work at the same
@@ -96,8 +109,8 @@ __device__ uint32_t shared4(uint32_t at)
     return v;
 }
 
-/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it. at: the
- * chunk in shared memory, t: the thread's number in its warpgroup. */
+/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it. at:
+ * the chunk in shared memory, t: the thread's number in its warpgroup. */
 template <bgk_format F> struct raw;
 
 template <> struct raw<BGK_W4> {
@@ -240,6 +253,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
     raw<F> next;
     uint32_t last = 0; /* the stage before this one, still to be given back */
     int c0 = 0;
+    if (!n) return;
     mbar_wait(r.full + 8 * r.stage, r.phase);
     next.load(r.data + r.stage * a.stage_bytes + SC * N * 128 + group * RB * a.w_stride, t);
     for (; c0 + SC <= n; c0 += SC) {
@@ -300,51 +314,70 @@ __device__ float activate(float v, bgk_act fn)
     return 0.5f * v * (1.0f + tanhf(0.79788456f * v * (1.0f + 0.044715f * v * v)));
 }
 
+/* To the range of half; NaN stays. */
+__device__ float limit(float v)
+{
+    float r;
+    asm("{\n.reg .f32 x;\nmax.NaN.f32 x, %1, 0fC77FE000;\nmin.NaN.f32 %0, x, 0f477FE000;\n}"
+        : "=f"(r)
+        : "f"(v));
+    return r;
+}
+
 /* What a thread needs to write its two rows r0, r1 of a tile. */
 struct rows {
     float s0, s1, b0, b1;
-    int tile, t0, out0, n_rows;
+    int out0, n_rows;
 };
 
-__device__ rows rows_of(const args &a, int tile, int t0, int t)
+__device__ rows rows_of(const args &a, int tile, int t)
 {
     const int r0 = t / 32 * 16 + t % 32 / 4, r1 = r0 + 8;
     const float *scale = a.row_scale + tile * 64, *bias = a.bias ? a.bias + tile * 64 : nullptr;
-    const bgk_wtile info = a.tiles[tile];
-    return {scale[r0], scale[r1],  bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f, tile, t0,
-            info.out0, info.n_rows};
+    return {scale[r0],          scale[r1],           bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f,
+            a.tiles[tile].out0, a.tiles[tile].n_rows};
 }
 
-/* d: sums of rows r0, r0, r1, r1 for tokens t0 + 8 j + 2 (lane % 4) + 0, 1, 0, 1. */
-__device__ void write(const float (&d)[4], const args &a, const rows &r, int j, int t)
+/* acc[4 j ..] is the sums of rows r0, r0, r1, r1 for tokens t0 + 8 j + 2 (lane % 4) + 0, 1, 0, 1.
+ */
+template <int N>
+__device__ __forceinline__ void write(const float (&acc)[N / 2], const args &a, const rows &r,
+                                      int tile, int t0, int t)
 {
     const int w = t / 32, lane = t % 32, q = lane / 4;
-    const int token = r.t0 + 8 * j + 2 * (lane % 4);
     if (a.n_ff) {
-        const int group = r.tile / 2, piece = 4 * (r.tile % 2) + w;
-        const int col = 64 * group + 4 * piece + (q < 4 ? q : 28 + q);
-        float v0 = activate(fmaf(d[0], r.s0, r.b0), a.fn) * fmaf(d[2], r.s1, r.b1);
-        float v1 = activate(fmaf(d[1], r.s0, r.b0), a.fn) * fmaf(d[3], r.s1, r.b1);
-        if (col >= a.n_ff) v0 = v1 = 0.0f;
-        /* Columns i and 32 + i are neighbours: one thread takes both for the first token, the
-         * other for the second. */
-        const float got = __shfl_xor_sync(0xffffffffu, q < 4 ? v1 : v0, 16);
-        const int mine = token + (q < 4 ? 0 : 1);
-        const __half2 both = q < 4 ? __halves2half2(tile_half(v0), tile_half(got))
-                                   : __halves2half2(tile_half(got), tile_half(v1));
-        if (mine < a.tokens)
-            *(__half2 *)((__half *)a.out + tile_piece(a.out_stride, mine, group, piece) +
-                         2 * (q & 3)) = both;
+        const int group = tile / 2, piece = 4 * (tile % 2) + w;
+        const bool filling = 64 * group + 4 * piece + (q < 4 ? q : 28 + q) >= a.n_ff;
+        /* Columns i and 32 + i are neighbours: one thread takes both for the first token, another
+         * for the second. From one j to the next the place moves by 8 rows. */
+        const int first = t0 + 2 * (lane % 4) + (q < 4 ? 0 : 1);
+        __half2 *out = (__half2 *)((__half *)a.out + tile_piece(a.out_stride, first, group, piece) +
+                                   2 * (q & 3));
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            const float *d = acc + 4 * j;
+            float v0 = activate(fmaf(d[0], r.s0, r.b0), a.fn) * fmaf(d[2], r.s1, r.b1);
+            float v1 = activate(fmaf(d[1], r.s0, r.b0), a.fn) * fmaf(d[3], r.s1, r.b1);
+            if (filling) v0 = v1 = 0.0f;
+            const float got = __shfl_xor_sync(0xffffffffu, q < 4 ? v1 : v0, 16);
+            const float lo = q < 4 ? v0 : got, hi = q < 4 ? got : v1;
+            if (first + 8 * j < a.tokens) out[j * 8 * 32] = __floats2half2_rn(limit(lo), limit(hi));
+        }
         return;
     }
-    const int r0 = 16 * w + q, r1 = r0 + 8;
-    float *out = (float *)a.out + r.out0;
+    const int r0 = 16 * w + q, first = t0 + 2 * (lane % 4);
+    float *out = (float *)a.out + r.out0 + r0 + first * a.out_stride;
+    const bool in0 = r0 < r.n_rows, in1 = r0 + 8 < r.n_rows;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (token + i >= a.tokens) continue;
-        float *row = out + (token + i) * a.out_stride;
-        if (r0 < r.n_rows) row[r0] = fmaf(d[i], r.s0, r.b0);
-        if (r1 < r.n_rows) row[r1] = fmaf(d[2 + i], r.s1, r.b1);
+    for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float *row = out + i * a.out_stride;
+            const bool there = first + 8 * j + i < a.tokens;
+            if (there && in0) row[0] = fmaf(acc[4 * j + i], r.s0, r.b0);
+            if (there && in1) row[8] = fmaf(acc[4 * j + 2 + i], r.s1, r.b1);
+        }
+        out += 8 * a.out_stride;
     }
 }
 
@@ -404,13 +437,12 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
         if (s.place < n_places) find_source<N, TILES>(s, a, first_chunk, lane);
     };
     const int ahead = min(a.stages, total);
-    find_source<N, TILES>(s, a, first_chunk, lane);
+    if (total) find_source<N, TILES>(s, a, first_chunk, lane);
+    const source begin = s;
     for (int at = 0; at < ahead; at++, advance())
         weights(r.full + 8 * at, r.data + at * a.stage_bytes);
     ptx_wait_prior();
-    s.place = i0;
-    s.chunk = 0;
-    find_source<N, TILES>(s, a, first_chunk, lane);
+    s = begin;
     for (int at = 0; at < ahead; at++, advance())
         tokens(r.full + 8 * at, r.data + at * a.stage_bytes);
     /* The first round of the empty barriers needed no waiting. */
@@ -422,129 +454,155 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
     }
 }
 
-/* A warpgroup brings and WGS of them multiply; it gives them the registers it does not need. */
+/* A warpgroup brings and n of them multiply; it gives them the registers it does not need. */
 constexpr int FEW = 32;
-/* At the start each thread has what BLOCKS blocks leave; warps go to four register files by turns. */
-__host__ __device__ constexpr int registers(int wgs, int blocks)
+/* At the start each thread has what `blocks` blocks leave; warps go to four register files by
+ * turns. */
+__host__ __device__ constexpr int registers(int n, int blocks)
 {
-    const int n = 16384 / 32 / ((wgs + 1) * blocks) / 8 * 8;
-    return n < 248 ? n : 248;
+    const int most = 16384 / 32 / ((n + 1) * blocks) / 8 * 8;
+    return most < 248 ? most : 248;
 }
 
-__host__ __device__ constexpr int many(int wgs, int blocks)
+__host__ __device__ constexpr int many(int n, int blocks)
 {
-    const int n = (registers(wgs, blocks) * (wgs + 1) - FEW) / wgs / 8 * 8;
-    return n < 240 ? n : 240;
+    const int most = (registers(n, blocks) * (n + 1) - FEW) / n / 8 * 8;
+    return most < 240 ? most : 240;
 }
 
-/* F: the format of all tiles, or BGK_FORMATS: each tile says its own. */
-template <bgk_format F, int N, int WGS, int RB, int SC, int BLOCKS>
-__global__ void __launch_bounds__(WGS * 128 + 128, BLOCKS) matmul(const __grid_constant__ args a)
+constexpr unsigned ALL = (1u << BGK_FORMATS) - 1;
+
+__host__ __device__ constexpr bool single(unsigned formats)
+{
+    return (formats & (formats - 1)) == 0;
+}
+
+/* acc += what the ring brings of chunks [0, n); the tiles' formats are among `formats`. */
+template <unsigned FORMATS, int N, int RB, int SC>
+__device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
+                                            int group, int t, int tile)
+{
+    static_assert(RB == 1 || single(FORMATS), "a warpgroup takes one format at a time");
+    if constexpr (FORMATS == 1u << BGK_W4) {
+        multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W5) {
+        multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W6) {
+        multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W8) {
+        multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W16) {
+        multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
+    } else {
+        const int format = a.tiles[min(tile, a.n_tiles - 1)].format;
+        if (FORMATS & 1u << BGK_W4 && format == BGK_W4)
+            multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W6 && format == BGK_W6)
+            multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W5 && format == BGK_W5)
+            multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W8 && format == BGK_W8)
+            multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W16 && format == BGK_W16)
+            multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
+    }
+}
+
+/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts. */
+template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN>
+__global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
+    matmul(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int TILES = WGS * RB;
+    constexpr int TILES = WGS * RB, GROUPS = WGS * PARTS;
     extern __shared__ uint8_t dynamic[];
-    __shared__ uint64_t barriers[2 * MAX_STAGES];
+    __shared__ uint64_t barriers[PARTS][2][MAX_STAGES];
     const uint32_t data = (ptx_shared(dynamic) + 1023) & ~1023u;
-    ring r = {ptx_shared(barriers), ptx_shared(barriers + MAX_STAGES), data, 0, 0};
-    const int t = threadIdx.x % 128, group = threadIdx.x / 128;
-    const int split = blockIdx.x % a.splits, i0 = blockIdx.x / a.splits;
-    const int step = gridDim.x / a.splits, n_places = a.row_blocks * a.token_blocks;
-    const int first = a.n_chunks * split / a.splits;
-    const int n = a.n_chunks * (split + 1) / a.splits - first;
+    const int t = threadIdx.x % 128, g = threadIdx.x / 128;
+    const int part = g < GROUPS ? g / WGS : min(t / 32, PARTS - 1), group = g % WGS;
+    ring r = {ptx_shared(barriers[part][0]), ptx_shared(barriers[part][1]),
+              data + part * a.stages * a.stage_bytes, 0, 0};
+    const int n_places = a.row_blocks * a.token_blocks;
+    const int begin = PARTS > 1 ? part_begin(a, part) : 0;
+    const int n = (PARTS > 1 ? part_begin(a, part + 1) : a.n_chunks) - begin;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < a.stages; i++) {
-            mbar_init(r.full + 8 * i, 1);
-            mbar_init(r.empty + 8 * i, 4 * WGS);
+        for (int i = 0; i < PARTS * MAX_STAGES; i++) {
+            mbar_init(ptx_shared(&barriers[i / MAX_STAGES][0][i % MAX_STAGES]), 1);
+            mbar_init(ptx_shared(&barriers[i / MAX_STAGES][1][i % MAX_STAGES]), 4 * WGS);
         }
         mbar_init_fence();
     }
     __syncthreads();
     ptx_let_next_start();
-    if (group == WGS) {
+    if (g == GROUPS) {
         ptx_fewer_registers<FEW>();
-        if (t < 32) bring<N, TILES, SC>(a, r, first, n, i0, step, n_places, t);
-        __syncwarp();
-        if (a.splits > 1) {
-            cluster_sync();
-            cluster_sync();
-        }
+        if (t / 32 < PARTS)
+            bring<N, TILES, SC>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, t % 32);
         return;
     }
-    ptx_more_registers<many(WGS, BLOCKS)>();
+    ptx_more_registers<many(GROUPS, BLOCKS)>();
+    /* Sums of parts 1.. on their way to the first, behind the rings. */
+    const uint32_t sums = data + PARTS * a.stages * a.stage_bytes + 4 * (group * 128 + t);
     float acc[RB][N / 2];
-    for (int i = i0; i < n_places; i += step) {
+    for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
         const place p = place_of(a, i);
         const int tile = p.row * TILES + group * RB;
+        rows to;
+        if (RB == 1) to = rows_of(a, min(tile, a.n_tiles - 1), t); /* early: it takes its time */
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
-        if constexpr (F < BGK_FORMATS) {
-            multiply<F, N, RB, SC>(acc, a, r, n, group, t);
-        } else {
-            static_assert(F < BGK_FORMATS || RB == 1, "a warpgroup takes one format at a time");
-            switch (a.tiles[min(tile, a.n_tiles - 1)].format) {
-            case BGK_W4:
-                multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
-                break;
-            case BGK_W5:
-                multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
-                break;
-            case BGK_W6:
-                multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
-                break;
-            case BGK_W8:
-                multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
-                break;
-            default:
-                multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
-                break;
-            }
-        }
-        if (a.splits == 1) {
+        if constexpr (IN_TURN) {
+            float sum[RB][N / 2];
 #pragma unroll
-            for (int b = 0; b < RB; b++) {
-                if (tile + b >= a.n_tiles) break; /* those were read a second time, for nobody */
-                const rows to = rows_of(a, tile + b, p.token * N, t);
+            for (int k = 0; k < RB * N / 2; k++)
+                sum[k / (N / 2)][k % (N / 2)] = 0.0f;
+#pragma unroll 1
+            for (int turn = 0; turn < a.splits; turn++) {
+                multiply_as<F, N, RB, SC>(acc, a, r, part_begin(a, turn + 1) - part_begin(a, turn),
+                                          group, t, tile);
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-                    const float d[4] = {acc[b][4 * j], acc[b][4 * j + 1], acc[b][4 * j + 2],
-                                        acc[b][4 * j + 3]};
-                    write(d, a, to, j, t);
+                for (int k = 0; k < RB * N / 2; k++) {
+                    sum[k / (N / 2)][k % (N / 2)] += acc[k / (N / 2)][k % (N / 2)];
+                    acc[k / (N / 2)][k % (N / 2)] = 0.0f;
                 }
             }
-            continue;
-        }
-        /* One place a cluster: its blocks lay their sums open in the ring, which nobody needs any
-         * more, and each adds up a share of the tokens in the order of the parts. */
-        asm volatile("bar.sync 1, %0;" ::"n"(WGS * 128) : "memory");
-        const uint32_t at = data + 4 * threadIdx.x;
 #pragma unroll
-        for (int k = 0; k < RB * N / 2; k++)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + k * WGS * 512),
-                         "f"(acc[k / (N / 2)][k % (N / 2)])
-                         : "memory");
-        cluster_sync();
+            for (int k = 0; k < RB * N / 2; k++)
+                acc[k / (N / 2)][k % (N / 2)] = sum[k / (N / 2)][k % (N / 2)];
+        } else {
+            multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, tile);
+        }
+        if constexpr (PARTS > 1) {
+            static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
+            asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); /* read until here */
+            if (part > 0)
+#pragma unroll
+                for (int k = 0; k < N / 2; k++)
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + ((part - 1) * (N / 2) + k) *
+                                                                            WGS * 512),
+                                 "f"(acc[0][k])
+                                 : "memory");
+            asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
+            if (part > 0) continue;
 #pragma unroll 1
+            for (int other = 0; other < PARTS - 1; other++)
+#pragma unroll
+                for (int k = 0; k < N / 2; k++) {
+                    float v;
+                    asm volatile("ld.shared.f32 %0, [%1];"
+                                 : "=f"(v)
+                                 : "r"(sums + (other * (N / 2) + k) * WGS * 512)
+                                 : "memory");
+                    acc[0][k] += v;
+                }
+        }
+#pragma unroll
         for (int b = 0; b < RB; b++) {
-            if (tile + b >= a.n_tiles) break;
-            const rows to = rows_of(a, tile + b, p.token * N, t);
-#pragma unroll 1
-            for (int j = split; j < N / 8; j += a.splits) {
-                const uint32_t from = at + (b * (N / 2) + 4 * j) * WGS * 512;
-                float d[4];
-#pragma unroll
-                for (int k = 0; k < 4; k++)
-                    d[k] = cluster_load(from + k * WGS * 512, 0);
-#pragma unroll 1
-                for (int other = 1; other < a.splits; other++)
-#pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        d[k] += cluster_load(from + k * WGS * 512, other);
-                write(d, a, to, j, t);
-            }
+            if (tile + b >= a.n_tiles) break; /* those were read a second time, for nobody */
+            if (RB > 1) to = rows_of(a, tile + b, t);
+            write<N>(acc[b], a, to, tile + b, p.token * N, t);
         }
-        cluster_sync();
     }
 #endif
 }
@@ -573,71 +631,92 @@ int sm_count()
     return n;
 }
 
-template <bgk_format F, int N, int WGS, int RB, int SC, int BLOCKS>
+template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN>
 cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
 {
-    constexpr int TILES = WGS * RB;
-    auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS>;
+    constexpr int TILES = WGS * RB, SUMS = (PARTS - 1) * WGS * N * 256;
+    auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN>;
     static const cudaError_t ready =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
     if (ready != cudaSuccess) return ready;
     a.w_stride = SC * w_bytes;
     a.stage_bytes = (SC * N * 128 + TILES * a.w_stride + 1023) / 1024 * 1024;
-    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048) / a.stage_bytes);
-    if (a.stages < 2) a.stages = min(MAX_STAGES, (MOST_SHARED - 2048) / a.stage_bytes);
-    if (a.stages < 1) return cudaErrorInvalidConfiguration;
-    const int needed = (a.n_chunks / a.splits + SC) / SC; /* no more than there is to bring */
-    if (a.splits > 1 && a.stages > needed) a.stages = needed;
-    size_t bytes = (size_t)a.stages * a.stage_bytes;
-    if (a.splits > 1 && bytes < (size_t)N * TILES * 256) bytes = (size_t)N * TILES * 256;
+    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048 - SUMS) / (PARTS * a.stage_bytes));
+    if (a.stages < 2)
+        a.stages = min(MAX_STAGES, (MOST_SHARED - 2048 - SUMS) / (PARTS * a.stage_bytes));
+    if (a.stages < 2) return cudaErrorInvalidConfiguration; /* one is read while one is brought */
     a.row_blocks = (a.n_tiles + TILES - 1) / TILES;
     a.token_blocks = (a.tokens + N - 1) / N;
-    const int places = a.row_blocks * a.token_blocks, most = sm_count() * BLOCKS;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = a.splits;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(a.splits > 1 ? places * a.splits : min(places, most));
-    config.blockDim = dim3(WGS * 128 + 128);
-    config.dynamicSmemBytes = bytes + 1024;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = a.splits > 1 ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, a);
+    return launch_after(kernel, dim3(min(a.row_blocks * a.token_blocks, sm_count() * BLOCKS)),
+                        dim3(WGS * PARTS * 128 + 128),
+                        (size_t)PARTS * a.stages * a.stage_bytes + SUMS + 1024, stream, a);
 }
 
-template <bgk_format F>
+/* One tile of rows a block, parts of K side by side. Every format in one kernel (MIXED), and
+ * halves, need more registers or memory: smaller stages, fewer blocks. */
+template <unsigned F, int N, int BLOCKS>
+cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
+{
+    constexpr bool MIXED = !single(F);
+    constexpr int SC = N > 16 || (F & 1u << BGK_W16) != 0 ? 2 : 4, ALONE_SC = N > 32 ? 2 : 4;
+    constexpr int ALONE_BLOCKS = MIXED ? 2 : BLOCKS, TURN_BLOCKS = MIXED ? 1 : BLOCKS;
+    switch (a.splits) {
+    case 1:
+        return launch<F, N, 1, 1, ALONE_SC, ALONE_BLOCKS, 1, false>(a, w_bytes, stream);
+    case 2:
+        return launch<F, N, 1, 1, SC, 1, 2, false>(a, w_bytes, stream);
+    default:
+        if constexpr (N > 32)
+            return launch<F, N, 1, 1, SC, TURN_BLOCKS, 1, true>(a, w_bytes, stream);
+        else
+            return launch<F, N, 1, 1, SC, 1, 4, false>(a, w_bytes, stream);
+    }
+}
+
+/* Parts of K in turn: as good as one part, where tokens keep the tensor cores busy. */
+template <unsigned F, int N, int WGS, int BLOCKS>
+cudaError_t launch_in_turn(const args &a, int w_bytes, cudaStream_t stream)
+{
+    if (a.splits > 1) return launch<F, N, WGS, 1, 2, BLOCKS, 1, true>(a, w_bytes, stream);
+    return launch<F, N, WGS, 1, 2, BLOCKS, 1, false>(a, w_bytes, stream);
+}
+
+template <unsigned F>
 cudaError_t launch_shape(const args &a, int w_bytes, bgk_shape shape, cudaStream_t stream)
 {
-    /* Every format in one kernel needs more registers: fewer blocks, one tile a warpgroup. */
-    constexpr bool MIXED = F == BGK_FORMATS;
-    constexpr int TWO = MIXED ? 1 : 2, B2 = MIXED ? 1 : 2, B3 = MIXED ? 2 : 3;
+    constexpr bool MIXED = !single(F);
+    constexpr int TWO = MIXED ? 1 : 2, B2 = MIXED ? 1 : 2;
     switch (shape) {
-    case BGK_8X1:
-        return launch<F, 8, 1, 1, 4, B3>(a, w_bytes, stream);
     case BGK_8X2:
-        return launch<F, 8, 2, 1, 4, B2>(a, w_bytes, stream);
-    case BGK_16X1:
-        return launch<F, 16, 1, 1, 4, B3>(a, w_bytes, stream);
+        if (a.splits == 1) return launch<F, 8, 2, 1, 4, B2, 1, false>(a, w_bytes, stream);
+        return launch_parts<F, 8, 3>(a, w_bytes, stream);
+    case BGK_8X1:
+        return launch_parts<F, 8, 3>(a, w_bytes, stream);
     case BGK_16X2:
-        return launch<F, 16, 2, 1, 4, B2>(a, w_bytes, stream);
-    case BGK_32X1:
-        return launch<F, 32, 1, 1, 4, 2>(a, w_bytes, stream);
+        if (a.splits == 1) return launch<F, 16, 2, 1, 4, B2, 1, false>(a, w_bytes, stream);
+        return launch_parts<F, 16, 3>(a, w_bytes, stream);
+    case BGK_16X1:
+        return launch_parts<F, 16, 3>(a, w_bytes, stream);
     case BGK_32X2:
-        return launch<F, 32, 2, 1, 2, B2>(a, w_bytes, stream);
+        if (a.splits == 1) return launch<F, 32, 2, 1, 2, B2, 1, false>(a, w_bytes, stream);
+        return launch_parts<F, 32, 2>(a, w_bytes, stream);
+    case BGK_32X1:
+        return launch_parts<F, 32, 2>(a, w_bytes, stream);
     case BGK_64X1:
-        return launch<F, 64, 1, 1, 2, 2>(a, w_bytes, stream);
+        return launch_parts<F, 64, 2>(a, w_bytes, stream);
     case BGK_64X2:
-        return launch<F, 64, 2, 1, 2, F == BGK_W16 ? 1 : B2>(a, w_bytes, stream);
+        if (a.splits == 1)
+            return launch < F, 64, 2, 1, 2, F == 1u << BGK_W16 ? 1 : B2, 1,
+                   false > (a, w_bytes, stream);
+        return launch_in_turn < F, 64, 1, MIXED ? 1 : 2 > (a, w_bytes, stream);
     case BGK_64X4:
-        return launch<F, 64, 2, TWO, 2, 1>(a, w_bytes, stream);
-    case BGK_128X2:
-        return launch<F, 128, 2, 1, 2, 1>(a, w_bytes, stream);
+        if (a.splits == 1) return launch<F, 64, 2, TWO, 2, 1, 1, false>(a, w_bytes, stream);
+        return launch_in_turn<F, 64, 2, 1>(a, w_bytes, stream);
     case BGK_128X4:
-        return launch<F, 128, 2, TWO, 2, 1>(a, w_bytes, stream);
+        if (a.splits == 1) return launch<F, 128, 2, TWO, 2, 1, 1, false>(a, w_bytes, stream);
+        return launch_in_turn<F, 128, 2, 1>(a, w_bytes, stream);
+    case BGK_128X2:
+        return launch_in_turn<F, 128, 2, 1>(a, w_bytes, stream);
     default:
         return cudaErrorInvalidValue;
     }
@@ -649,9 +728,9 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream)
 {
     if (tokens < 0 || w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
-        (w->splits != 1 && w->splits != 2 && w->splits != 4) || w->splits > w->n_chunks ||
-        x_stride % BGK_TILE_ROWS || tokens > x_stride || (uintptr_t)x % 128 || !w->formats ||
-        w->formats >> BGK_FORMATS || out->layout != (w->n_ff ? BGK_TILES : BGK_ROWS) ||
+        (w->splits != 1 && w->splits != 2 && w->splits != 4) || x_stride % BGK_TILE_ROWS ||
+        tokens > x_stride || (uintptr_t)x % 128 || !w->formats || w->formats >> BGK_FORMATS ||
+        out->layout != (w->n_ff ? BGK_TILES : BGK_ROWS) ||
         (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)))
         return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;
@@ -675,32 +754,32 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     a.fn = fn;
     switch (w->formats) {
     case 1u << BGK_W4:
-        return launch_shape<BGK_W4>(a, w_bytes, shape, stream);
+        return launch_shape<1u << BGK_W4>(a, w_bytes, shape, stream);
     case 1u << BGK_W5:
-        return launch_shape<BGK_W5>(a, w_bytes, shape, stream);
+        return launch_shape<1u << BGK_W5>(a, w_bytes, shape, stream);
     case 1u << BGK_W6:
-        return launch_shape<BGK_W6>(a, w_bytes, shape, stream);
+        return launch_shape<1u << BGK_W6>(a, w_bytes, shape, stream);
     case 1u << BGK_W8:
-        return launch_shape<BGK_W8>(a, w_bytes, shape, stream);
+        return launch_shape<1u << BGK_W8>(a, w_bytes, shape, stream);
     case 1u << BGK_W16:
-        return launch_shape<BGK_W16>(a, w_bytes, shape, stream);
+        return launch_shape<1u << BGK_W16>(a, w_bytes, shape, stream);
+    case 1u << BGK_W4 | 1u << BGK_W6: /* Q4_K with Q6_K */
+        return launch_shape<1u << BGK_W4 | 1u << BGK_W6>(a, w_bytes, shape, stream);
     default:
-        return launch_shape<BGK_FORMATS>(a, w_bytes, shape, stream);
+        return launch_shape<ALL>(a, w_bytes, shape, stream);
     }
 }
 
-/* A first guess: enough blocks for all multiprocessors, tokens in as few tiles as may be. */
+/* Tokens in as few tiles as may be, then enough blocks for all multiprocessors. */
 static bgk_shape choose(const bgk_weights *w, int tokens)
 {
-    const bool narrow = w->n_tiles * w->splits < 2 * sm_count();
-    if (tokens <= 8) return narrow ? BGK_8X1 : BGK_8X2;
-    if (tokens <= 16) return narrow ? BGK_16X1 : BGK_16X2;
-    if (tokens <= 32) return narrow ? BGK_32X1 : BGK_32X2;
-    if (tokens <= 64) return narrow ? BGK_64X1 : BGK_64X2;
-    const int blocks = (tokens + 127) / 128 * w->splits;
-    if ((w->n_tiles + 3) / 4 * blocks >= sm_count() * 4 / 5) return BGK_128X4;
-    if ((w->n_tiles + 1) / 2 * blocks >= sm_count() * 4 / 5) return BGK_128X2;
-    return narrow ? BGK_64X1 : BGK_64X2;
+    const bool few = w->n_tiles < 2 * sm_count();
+    if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
+    if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
+    if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;
+    if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
+    if ((w->n_tiles + 1) / 2 * ((tokens + 127) / 128) >= sm_count() * 4 / 5) return BGK_128X2;
+    return w->splits > 1 ? BGK_64X2 : BGK_64X1;
 }
 
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,

@@ -71,24 +71,6 @@ template <int N> __device__ inline void ptx_more_registers()
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-/* ---- clusters ---- */
-
-__device__ inline void cluster_sync()
-{
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-}
-
-/* The float at the same shared address in block `rank` of the cluster. */
-__device__ inline float cluster_load(uint32_t shared, uint32_t rank)
-{
-    uint32_t there;
-    float v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-    return v;
-}
-
 /* ---- wgmma ---- */
 
 __device__ inline void wgmma_fence()

@@ -95,11 +95,12 @@ static bgk_format format_of(const bg_linear_part *rows, const bg_linear_part *up
     return a <= BGK_W5 && b <= BGK_W5 ? BGK_W5 : BGK_W16;
 }
 
-/* In how many parts K is summed: small linears leave most of the GPU idle otherwise. By the shape
- * of the weights alone, as a result's bits depend on it. */
+/* In how many parts K is summed: with few tiles a multiprocessor has one, and one long chain takes
+ * its time. By the shape of the weights alone, as a result's bits depend on it. */
 static int splits_of(int64_t n_tiles, int64_t k)
 {
-    return n_tiles * TILE <= 6144 && k >= 2048 ? 2 : 1;
+    if (n_tiles > 200) return 1;
+    return k >= 2048 ? 4 : k >= 1024 ? 2 : 1;
 }
 
 static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, float *row_scale,

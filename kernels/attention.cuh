@@ -255,30 +255,46 @@ template <int KEYS> struct att_rows {
     }
 };
 
-/* KEYS keys of K (is_v false) or V to the step at `to`, where they are keys `first` and on; lane
- * lane0 + i has the row of the i-th. Q8: their scales too. */
+/* KEYS consecutive keys of K (is_v false) or V to the step at `to`, where they are keys `first` (0
+ * or KEYS) and on; `left` of them exist; lane lane0 + i has the row of the i-th. Q8: their scales
+ * too. Where blocks are of a multiple of KEYS tokens, the keys' rows follow one another. */
 template <typename T, int D, int KEYS>
 __device__ inline void att_load(uint32_t to, const att_keys &s, bool is_v, uint32_t my_row,
-                                int lane0, int first, int lane)
+                                int lane0, int first, int left, int lane)
 {
     using S = att_shape<T, D>;
-    constexpr int ALL = KEYS * S::PIECES;
+    constexpr int P = S::PIECES, ALL = KEYS * P;
     const char *from = is_v ? s.v : s.k;
+    to += (uint32_t)(first * S::ROW); /* swizzles are the same 8 keys further */
+    if (s.block_tokens % KEYS == 0) {
+        const uint32_t row0 = __shfl_sync(0xffffffffu, my_row, lane0);
+        const char *src = from + (left > 0 ? (int64_t)row0 * S::ROW : 0) + lane * 16;
+        const uint32_t mine = att_place<P>(lane / P, lane % P);
 #pragma unroll
-    for (int i = 0; i < (ALL + 31) / 32; i++) {
-        const int at = 32 * i + lane, key = at / S::PIECES, piece = at % S::PIECES;
-        const uint32_t row = __shfl_sync(0xffffffffu, my_row, (lane0 + key) % 32);
-        if (ALL % 32 && at >= ALL) continue;
-        const bool any = row != ATT_NONE;
-        att_copy16(to + att_place<S::PIECES>(first + key, piece),
-                   from + (any ? (int64_t)row * S::ROW + piece * 16 : 0), any);
+        for (int i = 0; i < (ALL + 31) / 32; i++) {
+            const int at = 32 * i + lane, c = i * (32 / P);
+            if (ALL % 32 && at >= ALL) continue;
+            const uint32_t place =
+                32 % P ? att_place<P>(at / P, at % P)
+                       : (mine ^ (uint32_t)(att_swizzle<P>(c) << 4)) + (uint32_t)(c * S::ROW);
+            att_copy16(to + place, src + i * 512, at / P < left);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < (ALL + 31) / 32; i++) {
+            const int at = 32 * i + lane, key = at / P, piece = at % P;
+            const uint32_t row = __shfl_sync(0xffffffffu, my_row, (lane0 + key) % 32);
+            if (ALL % 32 && at >= ALL) continue;
+            const bool any = key < left;
+            att_copy16(to + att_place<P>(key, piece),
+                       from + (any ? (int64_t)row * S::ROW + piece * 16 : 0), any);
+        }
     }
     if constexpr (S::Q8) {
         const int key = lane - lane0;
-        const bool any = my_row != ATT_NONE;
         if (key >= 0 && key < KEYS)
-            att_copy4(to + (uint32_t)(S::SCALES + 4 * (first + key)),
-                      (is_v ? s.v_scale : s.k_scale) + (any ? my_row : 0u), any);
+            att_copy4(to + (uint32_t)(S::SCALES - first * S::ROW + 4 * (first + key)),
+                      (is_v ? s.v_scale : s.k_scale) + (key < left ? my_row : 0u), key < left);
     }
 }
 
@@ -479,7 +495,7 @@ __device__ inline att_weights att_merge(float &m, float m_unit)
 
 __device__ inline float att_merged(float old, float unit, const att_weights &w)
 {
-    return __fmaf_rn(old, w.old, __fmul_rn(unit, w.add));
+    return __fmaf_rn(unit, w.add, __fmul_rn(old, w.old));
 }
 
 /* What O is multiplied by at the end. */

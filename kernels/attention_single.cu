@@ -5,7 +5,7 @@
  *   layout    K and V are mma's A, 16 keys (16 dims) tall, query heads its 8 columns: S and O are
  *             transposed, and eight heads cost one mma
  *   memory    warp w of four has units w, w + 4, ... for itself: they come in steps of 16 keys, K's
- *             four and then V's, through its own ring of STAGES, STAGES - 1 of them under way
+ *             four and then V's, through its own ring of STAGES, which are taken by twos
  *   order     attention.cuh. The item's running (m, l, O) lies in shared memory and goes from the
  *             warp of a unit to that of the next. Splits: units' own go to `parts`, and the block
  *             that is done last merges them; so splits change no bit
@@ -115,6 +115,13 @@ __device__ inline void keys_operand(uint32_t (&a)[4], uint32_t step, int ks, int
     } else {
         att_matrix4(a, step + att_place<PIECES>(lane % 16, 2 * ks + lane / 16));
     }
+}
+
+/* Q8: the scale of the step's key lane / 4 + 8 e. */
+template <typename T, int D> __device__ inline float scale_of(uint32_t step, int e, int lane)
+{
+    return __uint_as_float(
+        att_word(step + (uint32_t)(att_shape<T, D>::SCALES + 4 * (lane / 4 + 8 * e))));
 }
 
 /* O^T += V^T P^T over 16 keys. A tile of O's rows g and g + 8 are dims 16 m + g and 16 m + g + 8;
@@ -313,8 +320,6 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     float4 *state = (float4 *)shared;
     float2 *state_ml = (float2 *)(shared + L::STATE);
     const uint32_t ring = att_shared(shared + L::STATE + N * 64 + warp * L::RING);
-    ptx_wait_prior();
-    ptx_let_next_start();
 
     const bgk_heads &h = a.a.heads;
     const int split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits;
@@ -343,73 +348,84 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
                                      at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
                                  }
                                  if (coming < end)
-                                     att_load<T, D, S::KEYS>(ring + step % STAGES * S::STEP, keys,
-                                                             step >= 4, at.row[step % 4 / 2],
-                                                             step % 2 * 16, 0, lane);
+                                     att_load<T, D, S::KEYS>(
+                                         ring + step % STAGES * S::STEP, keys, step >= 4,
+                                         at.row[step % 4 / 2], step % 2 * 16, 0,
+                                         keys_end - coming * BGK_UNIT - step % 4 * 16, lane);
                                  ptx_copy_commit();
     };
+    /* Items and tables came with the step's copy, and keys of units before the token's own are from
+     * earlier steps: nothing that the kernel before writes. */
+    if (begin + warp >= pos / BGK_UNIT) ptx_wait_prior();
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++)
+    for (int i = 0; i < STAGES; i++)
         issue(i);
+    ptx_wait_prior();
+    ptx_let_next_start();
     uint32_t q[D / 16][N][2];
     load_q<T, D, N>(q, a.a, item.row0, head0, rows, lane);
 
     for (int unit = begin + warp; unit < end; unit += WARPS) {
         float s[4][N][4] = {}, m[N][2], l[N][2], o[D / 16][N][4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int two = 0; two < 4; two += 2) {
             ptx_copy_wait<STAGES - 2>();
             __syncwarp();
-            issue((i + STAGES - 1) % 8);
-            const uint32_t step = ring + i % STAGES * S::STEP;
+            const uint32_t steps = ring + two % STAGES * S::STEP;
 #pragma unroll
-            for (int ks = 0; ks < D / 16; ks++) {
-                uint32_t k[4];
-                keys_operand<T, D>(k, step, ks, lane);
+            for (int ks = 0; ks < D / 16; ks++)
 #pragma unroll
-                for (int j = 0; j < N; j++)
-                    att_mma<T>(s[i][j], k, q[ks][j][0], q[ks][j][1]);
-            }
-            if constexpr (S::Q8) {
-                float by[2];
+                for (int i = 0; i < 2; i++) {
+                    uint32_t k[4];
+                    keys_operand<T, D>(k, steps + i * S::STEP, ks, lane);
 #pragma unroll
-                for (int e = 0; e < 2; e++)
-                    by[e] = __uint_as_float(
-                        att_word(step + (uint32_t)(S::SCALES + 4 * (lane / 4 + 8 * e))));
+                    for (int j = 0; j < N; j++)
+                        att_mma<T>(s[two + i][j], k, q[ks][j][0], q[ks][j][1]);
+                }
+            if constexpr (S::Q8)
 #pragma unroll
-                for (int j = 0; j < N; j++)
+                for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        s[i][j][e] = __fmul_rn(s[i][j][e], by[e / 2]);
-            }
+                    for (int e = 0; e < 4; e++) {
+                        const float by = scale_of<T, D>(steps + i * S::STEP, e / 2, lane);
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            s[two + i][j][e] = __fmul_rn(s[two + i][j][e], by);
+                    }
+            __syncwarp();
+            issue((two + STAGES) % 8);
+            issue((two + 1 + STAGES) % 8);
         }
         const int lo = seen - unit * BGK_UNIT, hi = pos - unit * BGK_UNIT;
         softmax<N>(s, m, l, scaling, lo > 0 || hi < BGK_UNIT - 1, lo, hi, lane);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int two = 0; two < 4; two += 2) {
             ptx_copy_wait<STAGES - 2>();
             __syncwarp();
-            issue((i + 4 + STAGES - 1) % 8);
-            const uint32_t step = ring + (i + 4) % STAGES * S::STEP;
-            uint32_t p[N][2];
+            const uint32_t steps = ring + (two + 4) % STAGES * S::STEP;
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float by = 1;
-                if constexpr (S::Q8)
-                    by = __fmul_rn(__uint_as_float(att_word(
-                                       step + (uint32_t)(S::SCALES + 4 * (lane / 4 + 8 * e)))),
-                                   ATT_RAISE);
+            for (int i = 0; i < 2; i++) {
+                uint32_t p[N][2];
 #pragma unroll
-                for (int j = 0; j < N; j++) {
-                    float x = s[i][j][2 * e], y = s[i][j][2 * e + 1];
-                    if constexpr (S::Q8) {
-                        x = __fmul_rn(x, by);
-                        y = __fmul_rn(y, by);
+                for (int e = 0; e < 2; e++) {
+                    float by = 1;
+                    if constexpr (S::Q8)
+                        by = __fmul_rn(scale_of<T, D>(steps + i * S::STEP, e, lane), ATT_RAISE);
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        float x = s[two + i][j][2 * e], y = s[two + i][j][2 * e + 1];
+                        if constexpr (S::Q8) {
+                            x = __fmul_rn(x, by);
+                            y = __fmul_rn(y, by);
+                        }
+                        p[j][e] = att_transposed(att_pack<T>(x, y));
                     }
-                    p[j][e] = att_transposed(att_pack<T>(x, y));
                 }
+                add_values<T, D, N>(o, p, steps + i * S::STEP, lane);
             }
-            add_values<T, D, N>(o, p, step, lane);
+            __syncwarp();
+            issue((two + 4 + STAGES) % 8);
+            issue((two + 5 + STAGES) % 8);
         }
         if constexpr (S::Q8)
 #pragma unroll

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
         for (int v = 0; v < 2; v++)
             att_load<T, D, L::KEYS>(
                 att_shared(to + v * L::UNIT_BYTES + warp * L::KEYS / S::KEYS * S::STEP), keys, v,
-                at.row[0], 0, warp * L::KEYS % S::KEYS, lane);
+                at.row[0], 0, warp * L::KEYS % S::KEYS, keys_end - key0, lane);
         ptx_copy_commit();
     };
     issue(begin);

@@ -716,8 +716,10 @@ static void bench_call(void *ctx, cudaStream_t stream)
     b->a.heads.layer = (b->a.heads.layer + 1) % 4; /* so that the L2 cache is no help */
 }
 
-/* n sequences of ctx tokens, of which the last `rows` are computed. */
-static double bench_time(bgk_type type, int n_seqs, int ctx, int rows)
+/* n sequences of ctx tokens, of which the last `rows` are computed; blocks lie in order or
+ * scattered.
+ */
+static double bench_time(bgk_type type, int n_seqs, int ctx, int rows, bool in_order)
 {
     const int heads = 32, kv = 8, dim = 128, bt = 32, per = (ctx + bt - 1) / bt;
     const size_t elem = type == BGK_Q8 ? 1 : 2, slots = (size_t)(n_seqs * per + 1) * kv * bt * 4;
@@ -734,7 +736,7 @@ static double bench_time(bgk_type type, int n_seqs, int ctx, int rows)
     }
     int32_t *tables = malloc(bytes[7]);
     for (int i = 0; i < n_seqs * per; i++)
-        tables[i] = 1 + (int)((int64_t)i * 7919 % (n_seqs * per));
+        tables[i] = 1 + (int)((int64_t)i * (in_order ? 1 : 7919) % (n_seqs * per));
     CU(cudaMemcpy(p[7], tables, bytes[7], cudaMemcpyHostToDevice));
     bgk_item *items = malloc((size_t)(n_seqs * rows) * sizeof *items);
     int n = 0, parts = 0;
@@ -785,14 +787,16 @@ Test(attention, bench_decode)
     for (int k = 0; k < 2; k++)
         for (int c = 0; c < 2; c++)
             for (int i = 0; i < 5; i++) {
-                const double us = bench_time(types[k], batches[i], ctxs[c], 1);
+                const double us = bench_time(types[k], batches[i], ctxs[c], 1, false);
                 const double head = types[k] == BGK_Q8 ? 132 : 256;
                 fprintf(stderr, "decode %s batch %3d ctx %4d: %8.2f us, %.3f TB/s\n",
                         k ? "q8 " : "f16", batches[i], ctxs[c], us,
                         2.0 * batches[i] * ctxs[c] * 8 * head / us * 1e-6);
             }
     fprintf(stderr, "decode f16 batch   1 ctx 131072: %8.2f us\n",
-            bench_time(BGK_F16, 1, 131072, 1));
+            bench_time(BGK_F16, 1, 131072, 1, false));
+    fprintf(stderr, "decode f16 batch 128 ctx  768, blocks in order: %8.2f us\n",
+            bench_time(BGK_F16, 128, 768, 1, true));
 }
 
 Test(attention, bench_prompts)
@@ -803,7 +807,7 @@ Test(attention, bench_prompts)
     static const bgk_type types[] = {BGK_F16, BGK_Q8};
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < 3; i++) {
-            const double us = bench_time(types[k], n[i], rows[i], rows[i]);
+            const double us = bench_time(types[k], n[i], rows[i], rows[i], false);
             fprintf(stderr, "prompts %s %2d x %4d: %8.2f us, %.0f TFLOP/s\n", k ? "q8 " : "f16",
                     n[i], rows[i], us,
                     4.0 * 32 * 128 * n[i] * rows[i] * (rows[i] + 1) / 2 / us * 1e-6);

@@ -659,12 +659,13 @@ cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
 {
     constexpr bool MIXED = !single(F);
     constexpr int SC = N > 16 || (F & 1u << BGK_W16) != 0 ? 2 : 4, ALONE_SC = N > 32 ? 2 : 4;
+    constexpr int TWO_SC = N == 32 && F < 1u << BGK_W8 ? 4 : SC;
     constexpr int ALONE_BLOCKS = MIXED ? 2 : BLOCKS, TURN_BLOCKS = MIXED ? 1 : BLOCKS;
     switch (a.splits) {
     case 1:
         return launch<F, N, 1, 1, ALONE_SC, ALONE_BLOCKS, 1, false>(a, w_bytes, stream);
     case 2:
-        return launch<F, N, 1, 1, SC, 1, 2, false>(a, w_bytes, stream);
+        return launch<F, N, 1, 1, TWO_SC, 1, 2, false>(a, w_bytes, stream);
     default:
         if constexpr (N > 32)
             return launch<F, N, 1, 1, SC, TURN_BLOCKS, 1, true>(a, w_bytes, stream);
@@ -770,15 +771,25 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     }
 }
 
-/* Tokens in as few tiles as may be, then enough blocks for all multiprocessors. */
+static int rounds(int blocks, int at_a_time)
+{
+    return (blocks + at_a_time - 1) / at_a_time;
+}
+
+/* The fewest tokens that hold all; beyond 64 what takes less: blocks of 64 tokens and rows, two a
+ * multiprocessor, or of 128 and 128, which take about 1.4 times as long (measured: README.md). */
 static bgk_shape choose(const bgk_weights *w, int tokens)
 {
     const bool few = w->n_tiles < 2 * sm_count();
+    const int blocks = w->n_tiles * ((tokens + 63) / 64);
     if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
     if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
     if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;
+    if (w->splits == 2 && blocks <= sm_count()) return BGK_64X1; /* its parts side by side */
     if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
-    if ((w->n_tiles + 1) / 2 * ((tokens + 127) / 128) >= sm_count() * 4 / 5) return BGK_128X2;
+    const int small = rounds(blocks, 2 * sm_count());
+    const int large = rounds((w->n_tiles + 1) / 2 * ((tokens + 127) / 128), sm_count());
+    if (14 * large <= 10 * small) return BGK_128X2;
     return w->splits > 1 ? BGK_64X2 : BGK_64X1;
 }
 

@@ -100,7 +100,7 @@ static bgk_format format_of(const bg_linear_part *rows, const bg_linear_part *up
 static int splits_of(int64_t n_tiles, int64_t k)
 {
     if (n_tiles > 200) return 1;
-    return k >= 2048 ? 4 : k >= 1024 ? 2 : 1;
+    return k >= 1024 ? 2 : 1;
 }
 
 static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, float *row_scale,

@@ -1,16 +1,18 @@
 /* kernels/attention_single.cu - attention of single tokens: decode.
  *
  *   requires  a cache that bgk_attention_fits(); scale > 0
- *   launch    a block of four warps an item, KV head, 16 query heads and split; may start early
+ *   launch    a block of four warps an item, one KV head or several beside each other, 16 query
+ *             heads of each, and split; may start early
  *   layout    K and V are mma's A, 16 keys (16 dims) tall, query heads its 8 columns: S and O are
  *             transposed, and eight heads cost one mma
- *   memory    warp w of four has units w, w + 4, ... for itself: they come in steps of 16 keys, K's
- *             four and then V's, through its own ring of STAGES, which are taken by twos
- *   order     attention.cuh. The item's running (m, l, O) lies in shared memory and goes from the
- *             warp of a unit to that of the next. Splits: units' own go to `parts`, and the block
- *             that is done last merges them; so splits change no bit
- *   spread    where items and heads are fewer than the GPU takes, long items are split
- *   proof     tests/gpu/test_attention.c */
+ *   memory    where there is enough to do, a block takes the same units of H = 2 or 4 KV heads,
+ *             which lie beside each other in the cache: long runs, fewer pages at a time. Warp w
+ * has KV head w % H, and every (4 / H)-th unit from w / H on: they come in steps of 16 keys, K's
+ * four and then V's, through its own ring of STAGES, which are taken by twos order attention.cuh.
+ * The item's running (m, l, O) lies in shared memory and goes from the warp of a unit to that of
+ * the next. Splits: units' own go to `parts`, and the block that is done last merges them; so
+ * splits change no bit spread    where items and heads are fewer than the GPU takes, long items are
+ * split proof     tests/gpu/test_attention.c */
 #include "attention.cuh"
 
 namespace
@@ -24,17 +26,17 @@ struct single_args {
     bgk_out out;
     bgk_att a;
     const bgk_item *items;
-    unsigned *done; /* [item, tile], zero before and after */
-    float *parts;   /* O: [part, head, D]; then (m, l): [part, head] */
-    int parts_cap;  /* parts there is room for */
-    int splits, q_tiles;
+    unsigned *done;                /* [item, tile], zero before and after */
+    float *parts;                  /* O: [part, head, D]; then (m, l): [part, head] */
+    int parts_cap;                 /* parts there is room for */
+    int splits, q_tiles, kv_heads; /* KV heads of a block: 1, 2 or 4 */
+    int columns;                   /* of the running state: pairs of query heads of a KV head */
 };
 
 template <typename T, int D, int N> struct single_shape {
     using S = att_shape<T, D>;
     static constexpr int STAGES = S::STEP < 3000 ? 8 : 4; /* divides the 8 steps of a unit */
-    static constexpr int RING = STAGES * S::STEP, TILES = D / 16;
-    static constexpr int STATE = N * TILES * 32 * 16, BYTES = WARPS * RING + STATE + N * 8 * 8;
+    static constexpr int RING = STAGES * S::STEP;
     static constexpr int FIT = D > 128 ? 1 : N == 1 ? 3 : 2; /* blocks on a processor */
 };
 
@@ -206,31 +208,47 @@ __device__ inline void softmax(float (&s)[4][N][4], float (&m)[N][2], float (&l)
         }
 }
 
-/* The running state takes a unit in. first: there is none yet. */
+/* The running state of a KV head: float4 [D / 16][columns][8], as mma's sums lie; then, for each
+ * query head, (m, l). */
+template <int D> __host__ __device__ inline int state_bytes(int columns)
+{
+    return columns * (D / 16 * 8 * 16 + 2 * 8);
+}
+
+/* It takes a unit in. first: there is none yet. */
 template <int D, int N>
-__device__ inline void merge(float4 *state, float2 *ml, bool first, const float (&o)[D / 16][N][4],
+__device__ inline void merge(float4 *state, int columns, bool first, const float (&o)[D / 16][N][4],
                              const float (&m)[N][2], const float (&l)[N][2], int lane)
 {
+    float2 *ml = (float2 *)(state + D / 16 * columns * 8);
+    float2 old[N][2];
+    att_weights w[N][2];
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        att_weights w[2];
+    for (int j = 0; j < N; j++)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            float2 *at = ml + 8 * j + lane % 4 * 2 + c;
-            float2 old = first ? make_float2(-INFINITY, 0.0f) : *at;
-            w[c] = att_merge(old.x, m[j][c]);
-            old.y = att_merged(old.y, l[j][c], w[c]);
-            __syncwarp();
-            if (lane < 4) *at = old;
+            const int column = min(4 * j + lane % 4, columns - 1);
+            old[j][c] = first ? make_float2(-INFINITY, 0.0f) : ml[2 * column + c];
+            w[j][c] = att_merge(old[j][c].x, m[j][c]);
+            old[j][c].y = att_merged(old[j][c].y, l[j][c], w[j][c]);
+        }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const int column = 4 * j + lane % 4;
+        if (column >= columns) continue;
+        if (lane < 4) {
+            ml[2 * column] = old[j][0];
+            ml[2 * column + 1] = old[j][1];
         }
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            float4 *at = state + (i * N + j) * 32 + lane;
+            float4 *at = state + (i * columns + column) * 8 + lane / 4;
             float4 v = first ? make_float4(0, 0, 0, 0) : *at;
-            v.x = att_merged(v.x, o[i][j][0], w[0]);
-            v.y = att_merged(v.y, o[i][j][1], w[1]);
-            v.z = att_merged(v.z, o[i][j][2], w[0]);
-            v.w = att_merged(v.w, o[i][j][3], w[1]);
+            v.x = att_merged(v.x, o[i][j][0], w[j][0]);
+            v.y = att_merged(v.y, o[i][j][1], w[j][1]);
+            v.z = att_merged(v.z, o[i][j][2], w[j][0]);
+            v.w = att_merged(v.w, o[i][j][3], w[j][1]);
             *at = v;
         }
     }
@@ -302,11 +320,11 @@ __device__ void combine(const single_args &a, const bgk_item &item, const unit_r
 }
 
 /* Value `dim` of a row of the running state. */
-template <bool Q8, int N> __device__ inline float state_at(const float *state, int row, int dim)
+template <bool Q8>
+__device__ inline float state_at(const float *state, int columns, int row, int dim)
 {
     const int in = dim % 16, g = Q8 ? in / 2 : in % 8, high = Q8 ? in % 2 : in / 8;
-    const int lane = g * 4 + row % 8 / 2;
-    return state[((dim / 16 * N + row / 8) * 32 + lane) * 4 + 2 * high + row % 2];
+    return state[((dim / 16 * columns + row / 2) * 8 + g) * 4 + 2 * high + row % 2];
 }
 
 template <typename T, int D, int N>
@@ -317,21 +335,23 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     constexpr int STAGES = L::STAGES;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float4 *state = (float4 *)shared;
-    float2 *state_ml = (float2 *)(shared + L::STATE);
-    const uint32_t ring = att_shared(shared + L::STATE + N * 64 + warp * L::RING);
+    const uint32_t ring = att_shared(shared + warp * L::RING);
+    unsigned char *states = shared + WARPS * L::RING;
 
     const bgk_heads &h = a.a.heads;
     const int split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits;
-    const int kv = tile / a.q_tiles;
+    const int kv0 = tile / a.q_tiles * a.kv_heads, kv = kv0 + warp % a.kv_heads;
+    const int phase = warp / a.kv_heads, phases = WARPS / a.kv_heads; /* every phases-th unit */
     const att_group group = att_group_of(h, kv);
     const int head0 = group.first + tile % a.q_tiles * 16;
     const int rows = min(16, group.first + group.n - head0);
+    float4 *state = (float4 *)(states + warp % a.kv_heads * state_bytes<D>(a.columns));
     const int4 raw = *(const int4 *)(a.items + blockIdx.y);
     const bgk_item item = {raw.x, raw.y, raw.z, raw.w};
     const unit_range u = units_of(a, item);
-    if (split >= u.splits || rows <= 0) return;
-    const int begin = u.begin + split * u.each, end = min(u.end, begin + u.each);
+    if (split >= u.splits) return;
+    const int begin = u.begin + split * u.each;
+    const int end = rows > 0 ? min(u.end, begin + u.each) : begin;
 
     const int pos = item.pos0, keys_end = pos + 1;
     const int seen = h.window && pos >= h.window ? pos - h.window + 1 : 0;
@@ -339,13 +359,13 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     const att_scaling scaling = att_scaling_of(h);
 
     att_rows<BGK_UNIT> at;
-    int coming = begin + warp - WARPS;
-    at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
+    int coming = begin + phase - phases;
+    at.look_up(keys, (coming + phases) * BGK_UNIT, keys_end, lane);
     auto issue = [&](int step) { /* 0..3: K's, 4..7: V's, to stage step % STAGES */
                                  if (step == 0) {
-                                     coming += WARPS;
+                                     coming += phases;
                                      at.take(keys, coming * BGK_UNIT, lane);
-                                     at.look_up(keys, (coming + WARPS) * BGK_UNIT, keys_end, lane);
+                                     at.look_up(keys, (coming + phases) * BGK_UNIT, keys_end, lane);
                                  }
                                  if (coming < end)
                                      att_load<T, D, S::KEYS>(
@@ -356,7 +376,7 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     };
     /* Items and tables came with the step's copy, and keys of units before the token's own are from
      * earlier steps: nothing that the kernel before writes. */
-    if (begin + warp >= pos / BGK_UNIT) ptx_wait_prior();
+    if (begin + phase >= pos / BGK_UNIT) ptx_wait_prior();
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
         issue(i);
@@ -365,7 +385,7 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     uint32_t q[D / 16][N][2];
     load_q<T, D, N>(q, a.a, item.row0, head0, rows, lane);
 
-    for (int unit = begin + warp; unit < end; unit += WARPS) {
+    for (int unit = begin + phase; unit < end; unit += phases) {
         float s[4][N][4] = {}, m[N][2], l[N][2], o[D / 16][N][4] = {};
 #pragma unroll
         for (int two = 0; two < 4; two += 2) {
@@ -440,11 +460,14 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
                                   lane);
             continue;
         }
-        if (unit > begin) turn_wait(warp);
-        merge<D, N>(state, state_ml, unit == begin, o, m, l, lane);
+        if (phases > 1 && unit > begin) turn_wait(warp);
+        merge<D, N>(state, a.columns, unit == begin, o, m, l, lane);
         __syncwarp();
-        if (unit + 1 < end) turn_give((warp + 1) % WARPS);
+        if (phases > 1 && unit + 1 < end) turn_give((warp + a.kv_heads) % WARPS);
     }
+    const att_group group0 = att_group_of(h, kv0), group1 = att_group_of(h, kv0 + a.kv_heads - 1);
+    const int first = group0.first + tile % a.q_tiles * 16; /* query heads of the block */
+    const int end_head = a.kv_heads > 1 ? group1.first + group1.n : head0 + max(rows, 0);
     if (u.splits > 1) {
         int *last = (int *)shared;
         __threadfence();
@@ -457,17 +480,21 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
         }
         __syncthreads();
         if (!*last) return;
-        combine<D>(a, item, u, head0, rows);
+        combine<D>(a, item, u, first, end_head - first);
     } else {
-        __syncthreads();
-        for (int i = threadIdx.x; i < rows * (D / 2); i += BLOCK) {
+        if (phases > 1)
+            __syncthreads();
+        else
+            __syncwarp();
+        const float2 *ml_of = (const float2 *)(state + D / 16 * a.columns * 8);
+        for (int i = phase * 32 + lane; i < rows * (D / 2); i += phases * 32) {
             const int row = i / (D / 2), at2 = i % (D / 2), head = head0 + row;
-            const float2 ml = state_ml[row];
+            const float2 ml = ml_of[row];
             const float f = att_factor(ml.x, ml.y, h.sinks, head);
             const int c0 = D % 64 ? 2 * at2 : at2 / 32 * 64 + at2 % 32;
             const int c1 = D % 64 ? c0 + 1 : c0 + 32;
-            const float x = __fmul_rn(state_at<S::Q8, N>((const float *)state, row, c0), f);
-            const float y = __fmul_rn(state_at<S::Q8, N>((const float *)state, row, c1), f);
+            const float x = __fmul_rn(state_at<S::Q8>((const float *)state, a.columns, row, c0), f);
+            const float y = __fmul_rn(state_at<S::Q8>((const float *)state, a.columns, row, c1), f);
             if (D % 64 == 0 && a.out.layout == BGK_TILES) {
                 *(__half2 *)((__half *)a.out.data +
                              tile_at(a.out.stride, item.row0, head * D + c0)) =
@@ -478,20 +505,23 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
             }
         }
     }
-    fill_last_group(a.out, item.row0, head0 + rows - 1, h.n_heads, D, threadIdx.x, BLOCK);
+    fill_last_group(a.out, item.row0, end_head - 1, h.n_heads, D, threadIdx.x, BLOCK);
 }
 
 template <typename T, int D, int N>
 cudaError_t launch_rows(single_args a, int n, int n_sms, cudaStream_t stream)
 {
     using L = single_shape<T, D, N>;
-    const int blocks = n * a.a.cache.n_kv_heads * a.q_tiles;
-    const int splits = a.parts_cap && blocks <= COUNTERS ? 2 * L::FIT * n_sms / blocks : 1;
+    const int kv = a.a.cache.n_kv_heads;
+    a.kv_heads = a.q_tiles > 1 || n * kv <= 2 * n_sms ? 1 : kv % 4 == 0 ? 4 : kv % 2 == 0 ? 2 : 1;
+    const int tiles = kv / a.kv_heads * a.q_tiles, blocks = n * tiles;
+    const int splits = a.parts_cap && blocks <= COUNTERS ? L::FIT * n_sms / blocks : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
-    const cudaError_t e = att_shared_memory(attend_single<T, D, N>, L::BYTES);
+    const int bytes = WARPS * L::RING + a.kv_heads * state_bytes<D>(a.columns);
+    const cudaError_t e = att_shared_memory(attend_single<T, D, N>, bytes);
     if (e != cudaSuccess) return e;
-    const dim3 grid((unsigned)(a.a.cache.n_kv_heads * a.q_tiles * a.splits), (unsigned)n);
-    return launch_after(attend_single<T, D, N>, grid, BLOCK, L::BYTES, stream, a);
+    return launch_after(attend_single<T, D, N>, dim3((unsigned)(tiles * a.splits), (unsigned)n),
+                        BLOCK, (size_t)bytes, stream, a);
 }
 
 template <typename T, int D>
@@ -537,7 +567,9 @@ cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk
                               .parts = (float *)((char *)parts + counters),
                               .parts_cap = (int)(cap < 1u << 30 ? cap : 1u << 30),
                               .splits = 1,
-                              .q_tiles = (h->group + 15) / 16};
+                              .q_tiles = (h->group + 15) / 16,
+                              .kv_heads = 1,
+                              .columns = ((h->group < 16 ? h->group : 16) + 1) / 2};
     switch (a->cache.type) {
     case BGK_F16:
         return launch_type<__half>(args, n, n_sms, stream);

@@ -398,8 +398,11 @@ Test(attention, many_heads)
     NEEDS_GPU();
     static const shape s[] = {
         {64, 8, 8, BGK_F16, 256, 0, 0, false, 0},
+        {128, 4, 4, BGK_F16, 32, 0, 0, false, 0},
+        {128, 8, 3, BGK_Q8, 16, 70, 0, true, 0},
         {64, 1, 20, BGK_F16, 32, 0, 0, true, 0}, /* more than 16 to a KV head */
         {64, 1, 150, BGK_F16, 32, 0, 0, false, 0},
+        {96, 6, 12, BGK_BF16, 24, 0, 0, false, 3},
     };
     for (size_t i = 0; i < sizeof s / sizeof *s; i++)
         check_shape(s[i], lengths, 6);
@@ -719,9 +722,9 @@ static void bench_call(void *ctx, cudaStream_t stream)
 /* n sequences of ctx tokens, of which the last `rows` are computed; blocks lie in order or
  * scattered.
  */
-static double bench_time(bgk_type type, int n_seqs, int ctx, int rows, bool in_order)
+static double bench_time(bgk_type type, int n_seqs, int ctx, int rows, int bt, bool in_order)
 {
-    const int heads = 32, kv = 8, dim = 128, bt = 32, per = (ctx + bt - 1) / bt;
+    const int heads = 32, kv = 8, dim = 128, per = (ctx + bt - 1) / bt;
     const size_t elem = type == BGK_Q8 ? 1 : 2, slots = (size_t)(n_seqs * per + 1) * kv * bt * 4;
     const size_t stride = ((size_t)(n_seqs * rows) + 255) / 256 * 256;
     bench b = {.parts_bytes = (size_t)80 << 20};
@@ -787,16 +790,19 @@ Test(attention, bench_decode)
     for (int k = 0; k < 2; k++)
         for (int c = 0; c < 2; c++)
             for (int i = 0; i < 5; i++) {
-                const double us = bench_time(types[k], batches[i], ctxs[c], 1, false);
+                const double us = bench_time(types[k], batches[i], ctxs[c], 1, 32, false);
                 const double head = types[k] == BGK_Q8 ? 132 : 256;
                 fprintf(stderr, "decode %s batch %3d ctx %4d: %8.2f us, %.3f TB/s\n",
                         k ? "q8 " : "f16", batches[i], ctxs[c], us,
                         2.0 * batches[i] * ctxs[c] * 8 * head / us * 1e-6);
             }
     fprintf(stderr, "decode f16 batch   1 ctx 131072: %8.2f us\n",
-            bench_time(BGK_F16, 1, 131072, 1, false));
-    fprintf(stderr, "decode f16 batch 128 ctx  768, blocks in order: %8.2f us\n",
-            bench_time(BGK_F16, 128, 768, 1, true));
+            bench_time(BGK_F16, 1, 131072, 1, 32, false));
+    for (int bt = 32; bt <= 256; bt *= 2)
+        for (int in_order = 0; in_order < 2; in_order++)
+            fprintf(stderr, "decode f16 batch 512 ctx  768, blocks of %3d %s: %8.2f us\n", bt,
+                    in_order ? "in order" : "scattered",
+                    bench_time(BGK_F16, 512, 768, 1, bt, in_order));
 }
 
 Test(attention, bench_prompts)
@@ -807,7 +813,7 @@ Test(attention, bench_prompts)
     static const bgk_type types[] = {BGK_F16, BGK_Q8};
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < 3; i++) {
-            const double us = bench_time(types[k], n[i], rows[i], rows[i], false);
+            const double us = bench_time(types[k], n[i], rows[i], rows[i], 32, false);
             fprintf(stderr, "prompts %s %2d x %4d: %8.2f us, %.0f TFLOP/s\n", k ? "q8 " : "f16",
                     n[i], rows[i], us,
                     4.0 * 32 * 128 * n[i] * rows[i] * (rows[i] + 1) / 2 / us * 1e-6);

@@ -29,30 +29,45 @@ template <typename T, int D> struct tile_shape {
     static constexpr int BYTES = Q_BYTES + 4 * UNIT_BYTES;
 };
 
-/* Q of the block's rows, 0 where there is none. Q8: as att_scores() wants dims. */
+/* Division by n of what is below 2^16. */
+struct divider {
+    int n;
+    uint32_t magic;
+
+    __device__ explicit divider(int by) : n(by), magic(0xffffffffu / (uint32_t)by + 1)
+    {
+    }
+    __device__ int quotient(int x) const
+    {
+        return n == 1 ? x : (int)__umulhi((uint32_t)x, magic);
+    }
+};
+
+/* Q of the block's rows, 0 where there is none. Q8: as att_scores() wants dims; else part of the
+ * thread's present group of copies. */
 template <typename T, int D>
-__device__ void load_q(unsigned char *to, const bgk_att &a, int row0, int head0, int n_heads,
-                       int pair0, int n_pairs)
+__device__ void load_q(unsigned char *to, const bgk_att &a, int row0, int head0,
+                       const divider &heads, int pair0, int n_pairs)
 {
     constexpr int TWOS = D / 16; /* pairs of pieces, 16 values */
+#pragma unroll 4
     for (int i = threadIdx.x; i < ROWS * TWOS; i += tile_shape<T, D>::BLOCK) {
         const int r = i / TWOS, two = i % TWOS, pair = pair0 + r;
-        uint4 x = {}, y = {};
-        if (pair < n_pairs) {
-            const uint4 *from =
-                (const uint4 *)((const uint16_t *)a.q + (row0 + pair / n_heads) * a.q_cols +
-                                (int64_t)(head0 + pair % n_heads) * D + two * 16);
-            x = from[0];
-            y = from[1];
-        }
-        if (sizeof(T) == 1) {
-            const uint4 even = make_uint4(x.x, x.z, y.x, y.z);
-            y = make_uint4(x.y, x.w, y.y, y.w);
-            x = even;
-        }
+        const bool any = pair < n_pairs;
+        const int token = any ? heads.quotient(pair) : 0, head = any ? pair - token * heads.n : 0;
+        const uint4 *from = (const uint4 *)((const uint16_t *)a.q + (row0 + token) * a.q_cols +
+                                            (int64_t)(head0 + head) * D + two * 16);
         unsigned char *row = to + two / 4 * ROWS * 128 + r * 128;
-        *(uint4 *)(row + (((two % 4 * 2) ^ (r & 7)) << 4)) = x;
-        *(uint4 *)(row + (((two % 4 * 2 + 1) ^ (r & 7)) << 4)) = y;
+        unsigned char *to_x = row + (((two % 4 * 2) ^ (r & 7)) << 4);
+        unsigned char *to_y = row + (((two % 4 * 2 + 1) ^ (r & 7)) << 4);
+        if constexpr (sizeof(T) == 1) {
+            const uint4 x = any ? from[0] : uint4{}, y = any ? from[1] : uint4{};
+            *(uint4 *)to_x = make_uint4(x.x, x.z, y.x, y.z);
+            *(uint4 *)to_y = make_uint4(x.y, x.w, y.y, y.w);
+        } else {
+            att_copy16(att_shared(to_x), from, any);
+            att_copy16(att_shared(to_y), from + 1, any);
+        }
     }
 }
 
@@ -96,8 +111,6 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
     unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V] */
-    ptx_wait_prior();
-    ptx_let_next_start();
 
     const bgk_heads &h = a.a.heads;
     const int kv = blockIdx.x;
@@ -106,8 +119,10 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     const bgk_item item = {raw.x, raw.y, raw.z, raw.w};
     const int pair0 = (gridDim.y - 1 - blockIdx.y) * ROWS, n_pairs = item.n * group.n;
     if (pair0 >= n_pairs) return;
+    const divider heads(group.n);
     const int last_pair = min(pair0 + ROWS, n_pairs) - 1;
-    const int block_lo = item.pos0 + pair0 / group.n, block_hi = item.pos0 + last_pair / group.n;
+    const int block_lo = item.pos0 + heads.quotient(pair0),
+              block_hi = item.pos0 + heads.quotient(last_pair);
     const int first_key = h.window ? max(block_lo - h.window + 1, 0) : 0;
     const int begin = first_key / BGK_UNIT, end = block_hi / BGK_UNIT + 1;
     const int keys_end = block_hi + 1;
@@ -117,15 +132,15 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     /* The warp's rows: positions of the first and last, and the thread's own. */
     const int warp_pair = pair0 + warp * 16 * M;
     const bool works = warp_pair < n_pairs;
-    const int warp_lo = item.pos0 + warp_pair / group.n;
-    const int warp_hi = item.pos0 + min(warp_pair + 16 * M - 1, n_pairs - 1) / group.n;
+    const int warp_lo = item.pos0 + heads.quotient(warp_pair);
+    const int warp_hi = item.pos0 + heads.quotient(min(warp_pair + 16 * M - 1, n_pairs - 1));
     int pos[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
-            pos[m][i] = item.pos0 + min(pair, n_pairs - 1) / group.n;
+            pos[m][i] = item.pos0 + heads.quotient(min(pair, n_pairs - 1));
         }
 
     att_rows<L::KEYS> at;
@@ -142,8 +157,10 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
                 at.row[0], 0, warp * L::KEYS % S::KEYS, keys_end - key0, lane);
         ptx_copy_commit();
     };
+    ptx_wait_prior(); /* items and tables came with the step's copy, not from the kernel before */
+    ptx_let_next_start();
+    load_q<T, D>(shared, a.a, item.row0, group.first, heads, pair0, n_pairs);
     issue(begin);
-    load_q<T, D>(shared, a.a, item.row0, group.first, group.n, pair0, n_pairs);
 
     const int q_row = warp * 16 * M + lane % 16; /* of an ldmatrix of A */
     const uint32_t q_at = att_shared(shared) + (uint32_t)(q_row * 128);
@@ -218,9 +235,10 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
         for (int i = 0; i < 2; i++) {
             const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
             if (pair >= n_pairs) continue;
-            const int head = group.first + pair % group.n;
+            const int token = heads.quotient(pair);
+            const int head = group.first + pair - token * group.n;
             const float f = att_factor(most[m][i], sum[m][i], h.sinks, head);
-            store_o<T, D>(a.out, item.row0 + pair / group.n, head, h.n_heads, o[m], 2 * i, f, t);
+            store_o<T, D>(a.out, item.row0 + token, head, h.n_heads, o[m], 2 * i, f, t);
         }
 }
 

@@ -299,6 +299,9 @@ typedef struct bg_ops {
     bool (*all_finite)(bg_backend *b, const bg_act *a, int64_t rows, int64_t cols, int64_t *row,
                        int64_t *col);
     void (*sync)(bg_backend *b);
+    /* NULL: unknown. Of the steps fetched so far: time at work, and time between them in which the
+     * device had nothing to do. */
+    void (*device_times)(const bg_backend *b, int64_t *work_ns, int64_t *idle_ns);
     int64_t (*linear_rows)(const bg_linear *l); /* N: columns that the op linear writes */
 
     uint64_t (*memory)(const bg_backend *b); /* bytes held on the device */

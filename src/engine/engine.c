@@ -359,6 +359,7 @@ static bg_engine_stats current_stats(const bg_engine *e)
 {
     bg_engine_stats s = {.restarts = e->restarts, .busy_ns = e->busy_ns};
     bg_sched_add_stats(e->sched, &s);
+    bg_ranks_device_times(e->ranks, &s.device_work_ns, &s.device_idle_ns);
     return s;
 }
 

@@ -63,6 +63,7 @@ typedef struct bg_rank_ops {
     void (*stop)(void *state);
     uint64_t (*memory)(void *state);                 /* bytes on the device; may be NULL */
     const bg_load_times *(*load_times)(void *state); /* may be NULL */
+    void (*device_times)(void *state, int64_t *work_ns, int64_t *idle_ns); /* may be NULL */
 } bg_rank_ops;
 
 extern const bg_rank_ops bg_rank_ops_model;
@@ -82,6 +83,8 @@ bg_status bg_ranks_wait_ready(bg_ranks *r, void (*progress)(void *, uint64_t don
 void bg_ranks_stop(bg_ranks *r);
 pid_t bg_ranks_pid(const bg_ranks *r, int rank); /* for tests and status; 0: not running */
 uint64_t bg_ranks_memory(const bg_ranks *r);     /* bytes on the devices, all ranks */
+/* See bg_engine_stats; since the ranks were last started. */
+void bg_ranks_device_times(const bg_ranks *r, int64_t *work_ns, int64_t *idle_ns);
 /* Of a rank that is ready: how long its weights took, and all before it was ready. */
 void bg_ranks_load_times(const bg_ranks *r, int rank, bg_load_times *times, int64_t *start_ns);
 
@@ -127,6 +130,8 @@ typedef struct bg_engine_stats {
     int n_running, n_waiting;
     int blocks_free, blocks_total;
     int64_t busy_ns; /* time in which a step was under way */
+    /* Where the backend knows: the device of rank 0 at work, and idle between steps. */
+    int64_t device_work_ns, device_idle_ns;
 } bg_engine_stats;
 
 typedef struct bg_engine bg_engine;

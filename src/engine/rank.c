@@ -167,6 +167,12 @@ static bg_status end_step(rank *r, bg_error *err)
     const int64_t begin = f->start_ns > r->last_end_ns ? f->start_ns : r->last_end_ns;
     r->last_end_ns = bg_now_ns();
     r->n_answered++;
+    if (r->ops->device_times) {
+        int64_t work = 0, idle = 0;
+        r->ops->device_times(r->state, &work, &idle);
+        atomic_store_explicit(&r->link->slot->device_work_ns, work, memory_order_relaxed);
+        atomic_store_explicit(&r->link->slot->device_idle_ns, idle, memory_order_relaxed);
+    }
     if (r->link->rank == 0)
         st = send_result(r, &(bg_msg_result){got, f->number, r->last_end_ns - begin}, err);
     beat(r);

@@ -108,6 +108,12 @@ static uint64_t memory(void *state)
     return m->backend->ops->memory(m->backend);
 }
 
+static void device_times(void *state, int64_t *work_ns, int64_t *idle_ns)
+{
+    const model_rank *m = state;
+    if (m->backend->ops->device_times) m->backend->ops->device_times(m->backend, work_ns, idle_ns);
+}
+
 static const bg_load_times *load_times(void *state)
 {
     const model_rank *m = state;
@@ -121,4 +127,5 @@ const bg_rank_ops bg_rank_ops_model = {.start = start,
                                        .fetch = fetch,
                                        .stop = stop,
                                        .memory = memory,
-                                       .load_times = load_times};
+                                       .load_times = load_times,
+                                       .device_times = device_times};

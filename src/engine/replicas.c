@@ -268,6 +268,8 @@ void bg_replicas_get_stats(bg_replicas *r, bg_engine_stats *s)
         s->n_waiting += one.n_waiting;
         s->blocks_free += one.blocks_free;
         s->blocks_total += one.blocks_total;
+        s->device_work_ns += one.device_work_ns;
+        s->device_idle_ns += one.device_idle_ns;
         if (one.busy_ns > s->busy_ns) s->busy_ns = one.busy_ns;
     }
 }

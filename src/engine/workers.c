@@ -639,6 +639,12 @@ uint64_t bg_ranks_memory(const bg_ranks *r)
     return sum;
 }
 
+void bg_ranks_device_times(const bg_ranks *r, int64_t *work_ns, int64_t *idle_ns)
+{
+    *work_ns = atomic_load_explicit(&r->shared->slots[0].device_work_ns, memory_order_relaxed);
+    *idle_ns = atomic_load_explicit(&r->shared->slots[0].device_idle_ns, memory_order_relaxed);
+}
+
 void bg_ranks_load_times(const bg_ranks *r, int rank, bg_load_times *times, int64_t *start_ns)
 {
     *times = r->shared->slots[rank].load;

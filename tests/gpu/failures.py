@@ -209,13 +209,13 @@ def case_tp2_killed():
 
 
 def case_tp2_sticky():
-    r = Run("tp2sticky", SHORT, "--tp", 2, device="cuda:0,0", fault="step:20,illegal-address,rank:1").good()
+    r = Run("tp2sticky", SHORT, "--tp", 2, device="cuda:0,0", fault="step:6,illegal-address,rank:1").good()
     must(r.restarts() >= 1, "no failure")
     must(digest(r.out) == digest(short(2).out), "another output")
 
 
 def case_tp2_hang():
-    r = Run("tp2hang", SHORT, "--tp", 2, "--hang-timeout", "5", device="cuda:0,0", fault="step:25,hang,rank:1").good()
+    r = Run("tp2hang", SHORT, "--tp", 2, "--hang-timeout", "5", device="cuda:0,0", fault="step:8,hang,rank:1").good()
     must(r.restarts() >= 1, "no failure")
     must(digest(r.out) == digest(short(2).out), "another output")
 

@@ -75,6 +75,7 @@ static const bg_ops cuda_ops = {
     .poison = bg_cuda_poison,
     .all_finite = bg_cuda_all_finite,
     .sync = bg_cuda_sync,
+    .device_times = bg_cuda_device_times,
     .linear_rows = bg_cuda_linear_rows,
     .memory = bg_cuda_memory,
     .op_begin = bg_cuda_op_begin,

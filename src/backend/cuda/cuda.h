@@ -78,12 +78,15 @@ typedef struct bg_cuda {
     uint64_t graph_bytes;
     bool capturing;
     bool ended; /* the present step is among the flights */
+    bool timed; /* its first event was recorded */
     struct bg_cuda_flight {
-        cudaEvent_t done;
+        cudaEvent_t begin, done;
         int n_out;
+        bool timed;     /* begin was recorded */
         int32_t *slots; /* [max_seqs] */
     } flights[BG_CUDA_FLIGHTS];
     uint64_t n_ended, n_fetched; /* flight number n is at n % BG_CUDA_FLIGHTS */
+    int64_t work_ns, idle_ns;    /* of the steps fetched */
 
     struct { /* rotations' frequencies, by the host pointer that names them */
         const float *host;
@@ -186,6 +189,7 @@ bg_status bg_cuda_prepare(bg_backend *b, bg_forward *forward, void *ctx, bg_erro
 bg_status bg_cuda_step(bg_backend *b, const bg_batch *batch, bg_forward *forward, void *ctx,
                        bg_error *err);
 bool bg_cuda_ready(bg_backend *b);
+void bg_cuda_device_times(const bg_backend *b, int64_t *work_ns, int64_t *idle_ns);
 bg_status bg_cuda_sample(bg_backend *b, bg_error *err);
 bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err);
 

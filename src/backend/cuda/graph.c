@@ -18,8 +18,8 @@ bg_status bg_cuda_flights_new(bg_cuda *c, bg_error *err)
         struct bg_cuda_flight *f = &c->flights[i];
         f->slots = calloc((size_t)c->config.max_seqs, sizeof *f->slots);
         if (!f->slots) return bg_fail(err, BG_NOMEM, "backend: out of memory");
-        bg_status st =
-            bg_cuda_done(err, cudaEventCreateWithFlags(&f->done, cudaEventDisableTiming), "event");
+        bg_status st = bg_cuda_done(err, cudaEventCreate(&f->done), "event");
+        if (!st) st = bg_cuda_done(err, cudaEventCreate(&f->begin), "event");
         if (st) return st;
     }
     return BG_OK;
@@ -31,6 +31,7 @@ void bg_cuda_flights_free(bg_cuda *c)
         if (c->graphs[i]) cudaGraphExecDestroy(c->graphs[i]);
     for (int i = 0; i < BG_CUDA_FLIGHTS; i++) {
         if (c->flights[i].done) cudaEventDestroy(c->flights[i].done);
+        if (c->flights[i].begin) cudaEventDestroy(c->flights[i].begin);
         free(c->flights[i].slots);
     }
 }
@@ -42,6 +43,8 @@ static bg_status end_step(bg_cuda *c, bg_error *err)
     const int i = (int)(c->n_ended % BG_CUDA_FLIGHTS);
     struct bg_cuda_flight *f = &c->flights[i];
     f->n_out = c->sampled ? c->s.n_out : 0;
+    f->timed = c->timed;
+    c->timed = false;
     for (int k = 0; k < f->n_out; k++)
         f->slots[k] = c->s.seqs[c->s.out_seq[k]].slot;
     bg_status st = f->n_out ? bg_cuda_results_copy(c, i, f->n_out, err) : BG_OK;
@@ -49,6 +52,27 @@ static bg_status end_step(bg_cuda *c, bg_error *err)
     c->n_ended++;
     c->ended = true;
     return st;
+}
+
+/* The device comes to a step's first event at once when it has nothing else to do: between the
+ * last event of the step before and that one it was idle. */
+static void add_times(bg_cuda *c, int i, bool timed)
+{
+    const struct bg_cuda_flight *f = &c->flights[i];
+    const struct bg_cuda_flight *before = &c->flights[(i + BG_CUDA_FLIGHTS - 1) % BG_CUDA_FLIGHTS];
+    float ms = 0;
+    if (!timed) return;
+    if (cudaEventElapsedTime(&ms, f->begin, f->done) == cudaSuccess)
+        c->work_ns += (int64_t)((double)ms * 1e6);
+    if (c->n_fetched > 0 && cudaEventElapsedTime(&ms, before->done, f->begin) == cudaSuccess &&
+        ms > 0)
+        c->idle_ns += (int64_t)((double)ms * 1e6);
+}
+
+void bg_cuda_device_times(const bg_backend *b, int64_t *work_ns, int64_t *idle_ns)
+{
+    *work_ns = ((const bg_cuda *)b)->work_ns;
+    *idle_ns = ((const bg_cuda *)b)->idle_ns;
 }
 
 bool bg_cuda_ready(bg_backend *b)
@@ -87,6 +111,7 @@ bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
     const struct bg_cuda_flight *f = &c->flights[i];
     bg_status st = bg_cuda_done(err, cudaEventSynchronize(f->done), "a step");
     if (st) return st;
+    add_times(c, i, f->timed);
     bg_cuda_results_read(c, i, f->n_out, out);
     for (int k = 0; k < f->n_out; k++)
         out[k].slot = f->slots[k];
@@ -212,7 +237,10 @@ bg_status bg_cuda_step(bg_backend *b, const bg_batch *batch, bg_forward *forward
 {
     bg_cuda *c = (bg_cuda *)b;
     const int bucket = bucket_of(c, batch);
-    bg_status st;
+    bg_status st = bg_cuda_done(
+        err, cudaEventRecord(c->flights[c->n_ended % BG_CUDA_FLIGHTS].begin, c->stream), "event");
+    c->timed = !st;
+    if (st) return st;
     if (bucket >= 0) {
         st = replay(c, bucket, batch, err);
     } else {

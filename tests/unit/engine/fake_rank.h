@@ -211,8 +211,16 @@ static uint64_t fake_memory(void *state)
     return 1000;
 }
 
-static const bg_rank_ops fake_ops = {fake_start, fake_seat, fake_launch, fake_ready,
-                                     fake_fetch, fake_stop, fake_memory, NULL};
+static void fake_device_times(void *state, int64_t *work_ns, int64_t *idle_ns)
+{
+    (void)state;
+    *work_ns = 700;
+    *idle_ns = 30;
+}
+
+static const bg_rank_ops fake_ops = {fake_start,  fake_seat,  fake_launch,
+                                     fake_ready,  fake_fetch, fake_stop,
+                                     fake_memory, NULL,       fake_device_times};
 
 /* What the fake says to a spec, computed from the tokens alone. out has room; *finish too. */
 static int fake_expect(const bg_seq_spec *s, int max_model_len, int32_t *out, bg_finish *finish)

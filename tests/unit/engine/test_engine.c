@@ -219,6 +219,8 @@ static bg_engine_stats run(const setup *s)
     }
     cr_assert_eq(bg_engine_drain(j.engine, &err), BG_OK, "%s", err.text);
     bg_engine_get_stats(j.engine, &stats);
+    if (stats.steps)
+        cr_expect(stats.device_work_ns == 700 && stats.device_idle_ns == 30, "times of the device");
     bg_engine_stop(j.engine);
     cr_assert_eq(bg_engine_verify(j.engine, &err), BG_OK, "%s", err.text);
     for (int i = 0; i < s->n_seqs; i++)

@@ -238,7 +238,7 @@ Test(linear, f32_mode_matches_float64)
             double *ref = malloc((size_t)(m * n) * sizeof *ref);
             double *scale = malloc((size_t)(m * n) * sizeof *scale);
             reference(ref, scale, &w, x, stride, m);
-            const bg_linear_spec spec = {"f32", 1, {whole(&w)}};
+            const bg_linear_spec spec = {.name = "f32", .n_parts = 1, .parts = {whole(&w)}};
             for (bg_isa isa = BG_ISA_PLAIN; isa <= bg_isa_best(); isa++) {
                 bg_linear *l = new_linear(&spec, BG_COMPUTE_F32, isa, pool);
                 float *out = run(l, x, stride, m, pool);
@@ -340,7 +340,7 @@ Test(linear, native_mode_matches_float64_on_the_quantised_activations)
                 double *scale = malloc((size_t)(m * n) * sizeof *scale);
                 quantised_x(y, x, stride, m, k);
                 native_reference(ref, scale, &w, y, m);
-                const bg_linear_spec spec = {"native", 1, {whole(&w)}};
+                const bg_linear_spec spec = {.name = "native", .n_parts = 1, .parts = {whole(&w)}};
                 for (bg_isa isa = BG_ISA_PLAIN; isa <= bg_isa_best(); isa++) {
                     bg_linear *l = new_linear(&spec, BG_COMPUTE_NATIVE, isa, pool);
                     float *out = run(l, x, stride, m, pool);
@@ -390,7 +390,7 @@ Test(linear, extreme_quants_do_not_saturate)
             for (int r = 0; r < N; r++)
                 bg_dequant_row(w.type, w.data + (size_t)r * w.row_bytes, w.value + r * K, K);
             native_reference(ref, scale, &w, y, M);
-            const bg_linear_spec spec = {"extreme", 1, {whole(&w)}};
+            const bg_linear_spec spec = {.name = "extreme", .n_parts = 1, .parts = {whole(&w)}};
             for (bg_isa isa = BG_ISA_PLAIN; isa <= bg_isa_best(); isa++) {
                 bg_linear *l = new_linear(&spec, BG_COMPUTE_NATIVE, isa, pool);
                 float *out = run(l, x, K, M, pool);
@@ -415,7 +415,7 @@ Test(linear, native_mode_of_other_types_is_float32_mode)
         weights w = random_weights(all_types[ty], 33, 512, 5);
         int64_t stride;
         float *x = random_x(9, 512, &stride, 6);
-        const bg_linear_spec spec = {"other", 1, {whole(&w)}};
+        const bg_linear_spec spec = {.name = "other", .n_parts = 1, .parts = {whole(&w)}};
         bg_linear *a = new_linear(&spec, BG_COMPUTE_F32, bg_isa_best(), pool);
         bg_linear *b = new_linear(&spec, BG_COMPUTE_NATIVE, bg_isa_best(), pool);
         float *want = run(a, x, stride, 9, pool), *got = run(b, x, stride, 9, pool);
@@ -449,7 +449,7 @@ Test(linear, a_row_has_the_same_bits_in_every_batch)
             weights w = random_weights(all_types[ty], n, k, (uint64_t)ty);
             int64_t stride;
             float *x = random_x(MAX_M, k, &stride, 11);
-            const bg_linear_spec spec = {"same", 1, {whole(&w)}};
+            const bg_linear_spec spec = {.name = "same", .n_parts = 1, .parts = {whole(&w)}};
             bg_linear *l = new_linear(&spec, (bg_compute)mode, BG_ISA_PLAIN, pools[0]);
             float *want = malloc((size_t)(MAX_M * n) * sizeof *want);
             for (int t = 0; t < MAX_M; t++) {
@@ -523,7 +523,7 @@ Test(linear, parts_slices_and_bias_equal_the_single_parts)
                        w[i].data + (size_t)(row0[i] + r) * w[i].row_bytes +
                            bg_qtype_row_bytes(c.type, col0),
                        c.row_bytes);
-            const bg_linear_spec one = {"one", 1, {whole(&c)}};
+            const bg_linear_spec one = {.name = "one", .n_parts = 1, .parts = {whole(&c)}};
             bg_linear *lo = new_linear(&one, (bg_compute)mode, bg_isa_best(), pool);
             float *want = run(lo, x, stride, m, pool);
             for (int t = 0; t < m; t++) {
@@ -558,7 +558,7 @@ Test(linear, no_columns_give_the_bias_and_no_rows_nothing)
         bias[i] = (float)i + 0.5f;
     float x[2 * 64] = {0};
     for (int mode = BG_COMPUTE_NATIVE; mode <= BG_COMPUTE_F32; mode++) {
-        bg_linear_spec spec = {"none", 2, {whole(&w), whole(&w)}};
+        bg_linear_spec spec = {.name = "none", .n_parts = 2, .parts = {whole(&w), whole(&w)}};
         spec.parts[0].n_cols = spec.parts[1].n_cols = 0;
         spec.parts[1].bias = bias;
         bg_linear *l = new_linear(&spec, (bg_compute)mode, bg_isa_best(), pool);
@@ -569,14 +569,14 @@ Test(linear, no_columns_give_the_bias_and_no_rows_nothing)
         free(out);
         bg_cpu_linear_free(l);
 
-        spec = (bg_linear_spec){"empty", 1, {whole(&w)}};
+        spec = (bg_linear_spec){.name = "empty", .n_parts = 1, .parts = {whole(&w)}};
         spec.parts[0].n_rows = 0;
         l = new_linear(&spec, (bg_compute)mode, bg_isa_best(), pool);
         cr_expect_eq(bg_cpu_linear_rows(l), 0);
         free(run(l, x, 64, 2, pool));
         bg_cpu_linear_free(l);
 
-        spec = (bg_linear_spec){"whole", 1, {whole(&w)}};
+        spec = (bg_linear_spec){.name = "whole", .n_parts = 1, .parts = {whole(&w)}};
         l = new_linear(&spec, (bg_compute)mode, bg_isa_best(), pool);
         free(run(l, x, 64, 0, pool));
         bg_cpu_linear_free(l);
@@ -592,7 +592,7 @@ Test(linear, nan_and_infinity_reach_the_result_of_their_row_only)
     for (int ty = 0; ty < N_TYPES; ty++) {
         weights w = random_weights(all_types[ty], 5, 256, 9);
         for (bg_isa isa = BG_ISA_PLAIN; isa <= bg_isa_best(); isa++) {
-            const bg_linear_spec spec = {"nan", 1, {whole(&w)}};
+            const bg_linear_spec spec = {.name = "nan", .n_parts = 1, .parts = {whole(&w)}};
             bg_linear *l = new_linear(&spec, BG_COMPUTE_NATIVE, isa, pool);
             int64_t stride;
             float *x = random_x(3, 256, &stride, 1);
@@ -621,11 +621,11 @@ Test(linear, impossible_specs_are_refused)
     const bg_linear_part ok = whole(&w);
     bg_linear_spec specs[12];
     int n = 0;
-#define BAD(...)                             \
-    do {                                     \
-        bg_linear_spec s = {"bad", 1, {ok}}; \
-        __VA_ARGS__;                         \
-        specs[n++] = s;                      \
+#define BAD(...)                                                         \
+    do {                                                                 \
+        bg_linear_spec s = {.name = "bad", .n_parts = 1, .parts = {ok}}; \
+        __VA_ARGS__;                                                     \
+        specs[n++] = s;                                                  \
     } while (0)
     BAD(s.parts[0].type = 4); /* a removed type */
     BAD(s.parts[0].type = 63);

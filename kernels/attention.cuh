@@ -78,7 +78,6 @@ template <typename T, int D> struct att_shape {
     static constexpr bool Q8 = sizeof(T) == 1;
     static constexpr int ROW = D * (int)sizeof(T), PIECES = ROW / 16;
     static constexpr int KEYS = 16, SCALES = KEYS * ROW, STEP = SCALES + (Q8 ? KEYS * 4 : 0);
-    static constexpr int SLAB = Q8 ? 4 : 2; /* tiles of 8 columns that one ldmatrix brings of V */
 };
 
 /* So that eight keys' pieces p lie in different banks. */
@@ -91,12 +90,6 @@ template <int PIECES> __device__ inline int att_swizzle(int key)
 template <int PIECES> __device__ inline uint32_t att_place(int key, int piece)
 {
     return (uint32_t)(key * PIECES * 16 + ((piece ^ att_swizzle<PIECES>(key)) << 4));
-}
-
-/* Column of value e (0, 1) in a thread's part of the 8 columns nt of O; t = lane % 4. */
-template <bool Q8> __device__ inline int att_col(int nt, int t, int e)
-{
-    return Q8 ? nt / 2 * 16 + 4 * t + nt % 2 + 2 * e : 8 * nt + 2 * t + e;
 }
 
 /* ---- single instructions ----------------------------------------------------------------------
@@ -301,36 +294,20 @@ __device__ inline void att_load(uint32_t to, const att_keys &s, bool is_v, uint3
 /* ---- a unit -----------------------------------------------------------------------------------
  */
 
-/* S += q K^T over dims 16 ks and on, for a unit of four steps; M tiles of 16 rows. Q8: dims stand
- * in the order 4t, 4t + 1 (k 2t, 2t + 1), 4t + 2, 4t + 3 (k 2t + 8, 2t + 9), in q too. */
-template <typename T, int D, int M>
-__device__ inline void att_scores(float (&s)[M][8][4], const uint32_t (&q)[M][4], uint32_t unit,
-                                  int ks, int lane)
+/* S += q K^T over dims 16 ks and on, for a unit of four steps of 16-bit values. */
+template <typename T, int D>
+__device__ inline void att_scores(float (&s)[8][4], const uint32_t (&q)[4], uint32_t unit, int ks,
+                                  int lane)
 {
     using S = att_shape<T, D>;
-    if constexpr (sizeof(T) == 1) {
-        const uint32_t at = unit + att_place<S::PIECES>(lane / 4, ks) + (uint32_t)(4 * (lane % 4));
+    const uint32_t at =
+        unit + att_place<S::PIECES>(lane / 16 * 8 + lane % 8, 2 * ks + lane / 8 % 2);
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const uint32_t four = att_word(at + n / 2 * S::STEP + n % 2 * 8 * S::ROW) ^ 0x80808080u;
-            const uint32_t b0 = att_halves<0x4140>(four), b1 = att_halves<0x4342>(four);
-#pragma unroll
-            for (int m = 0; m < M; m++)
-                att_mma<T>(s[m][n], q[m], b0, b1);
-        }
-    } else {
-        const uint32_t at =
-            unit + att_place<S::PIECES>(lane / 16 * 8 + lane % 8, 2 * ks + lane / 8 % 2);
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            uint32_t b[4];
-            att_matrix4(b, at + n * S::STEP);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                att_mma<T>(s[m][2 * n], q[m], b[0], b[1]);
-                att_mma<T>(s[m][2 * n + 1], q[m], b[2], b[3]);
-            }
-        }
+    for (int n = 0; n < 4; n++) {
+        uint32_t b[4];
+        att_matrix4(b, at + n * S::STEP);
+        att_mma<T>(s[2 * n], q, b[0], b[1]);
+        att_mma<T>(s[2 * n + 1], q, b[2], b[3]);
     }
 }
 
@@ -425,56 +402,26 @@ __device__ inline void att_softmax(uint32_t (&p)[4][4], float (&m)[2], float (&l
     }
 }
 
-/* The unit's O in slab `slab` of V: SLAB tiles of 8 columns. */
-template <typename T, int D, int M, int SLAB>
-__device__ inline void att_values(float (&o)[M][SLAB][4], const uint32_t (&p)[M][4][4],
-                                  uint32_t unit, int slab, int lane)
+/* The unit's O in columns 16 two and on, two tiles of 8, from 16-bit values. */
+template <typename T, int D>
+__device__ inline void att_values(float (&o)[2][4], const uint32_t (&p)[4][4], uint32_t unit,
+                                  int two, int lane)
 {
     using S = att_shape<T, D>;
     const uint32_t at =
-        unit + att_place<S::PIECES>(lane / 8 % 2 * 8 + lane % 8, 2 * slab + lane / 16);
+        unit + att_place<S::PIECES>(lane / 8 % 2 * 8 + lane % 8, 2 * two + lane / 16);
 #pragma unroll
-    for (int m = 0; m < M; m++)
+    for (int n = 0; n < 2; n++)
 #pragma unroll
-        for (int n = 0; n < SLAB; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                o[m][n][e] = 0;
+        for (int e = 0; e < 4; e++)
+            o[n][e] = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t b[4];
         att_matrix4_trans(b, at + k * S::STEP);
-        if constexpr (sizeof(T) == 1) {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                b[i] ^= 0x80808080u;
-#pragma unroll
-            for (int half = 0; half < 2; half++) { /* 16 columns: the even ones, the odd ones */
-                const uint32_t x = b[2 * half], y = b[2 * half + 1];
-                const uint32_t x0 = att_halves<0x4240>(x), y0 = att_halves<0x4240>(y);
-                const uint32_t x1 = att_halves<0x4341>(x), y1 = att_halves<0x4341>(y);
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    att_mma<T>(o[m][2 * half], p[m][k], x0, y0);
-                    att_mma<T>(o[m][2 * half + 1], p[m][k], x1, y1);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                att_mma<T>(o[m][0], p[m][k], b[0], b[1]);
-                att_mma<T>(o[m][1], p[m][k], b[2], b[3]);
-            }
-        }
+        att_mma<T>(o[0], p[k], b[0], b[1]);
+        att_mma<T>(o[1], p[k], b[2], b[3]);
     }
-    if constexpr (sizeof(T) == 1)
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < SLAB; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    o[m][n][e] = __fmul_rn(o[m][n][e], 1.0f / ATT_RAISE);
 }
 
 /* ---- merging ----------------------------------------------------------------------------------

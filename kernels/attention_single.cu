@@ -59,25 +59,15 @@ __device__ unit_range units_of(const single_args &a, const bgk_item &item)
     return u;
 }
 
-/* From one warp to another: barrier 1 + w is for warp w's turn. Numbers stand in the code, so that
- * a block has no more barriers than these. */
-template <int W = 0> __device__ inline void turn_wait(int warp)
+/* From one warp to the next: both meet at the barrier of the latter's number. Numbers stand in the
+ * code, so that a block has no more barriers than these. */
+template <int W = 0> __device__ inline void hand_over(int to)
 {
     if constexpr (W < WARPS) {
-        if (warp == W)
+        if (to == W)
             asm volatile("bar.sync %0, 64;" ::"n"(1 + W) : "memory");
         else
-            turn_wait<W + 1>(warp);
-    }
-}
-
-template <int W = 0> __device__ inline void turn_give(int warp)
-{
-    if constexpr (W < WARPS) {
-        if (warp == W)
-            asm volatile("bar.arrive %0, 64;" ::"n"(1 + W) : "memory");
-        else
-            turn_give<W + 1>(warp);
+            hand_over<W + 1>(to);
     }
 }
 
@@ -460,10 +450,10 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
                                   lane);
             continue;
         }
-        if (phases > 1 && unit > begin) turn_wait(warp);
+        if (phases > 1 && unit > begin) hand_over(warp);
         merge<D, N>(state, a.columns, unit == begin, o, m, l, lane);
         __syncwarp();
-        if (phases > 1 && unit + 1 < end) turn_give((warp + a.kv_heads) % WARPS);
+        if (phases > 1 && unit + 1 < end) hand_over((warp + a.kv_heads) % WARPS);
     }
     const att_group group0 = att_group_of(h, kv0), group1 = att_group_of(h, kv0 + a.kv_heads - 1);
     const int first = group0.first + tile % a.q_tiles * 16; /* query heads of the block */

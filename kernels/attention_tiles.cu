@@ -2,17 +2,18 @@
  *
  *   requires  a cache that bgk_attention_fits(); scale > 0
  *   launch    a block an item, KV head and 128 (token, query head) pairs of them, a token's heads
- *             beside each other; four warps with two tiles of 16 rows each, or (256 values a head)
- *             eight with one. May start early
- *   memory    Q, and two stages of a unit's K and V, in shared memory
+ *             beside each other; eight warps with 16 rows each. May start early
+ *   memory    Q, and two stages of a unit's K and V, in shared memory; Q8: a unit as it is in the
+ *             cache, from which the block makes one of halves for all its warps
  *   order     attention.cuh: a block takes its units in their order; a unit is skipped only where
- * no row of a warp sees any of its keys proof     tests/gpu/test_attention.c */
+ *             no row of a warp sees any of its keys
+ *   proof     tests/gpu/test_attention.c */
 #include "attention.cuh"
 
 namespace
 {
 
-constexpr int ROWS = 128;
+constexpr int ROWS = 128, WARPS = ROWS / 16, BLOCK = 32 * WARPS;
 
 struct tiles_args {
     bgk_out out;
@@ -22,11 +23,14 @@ struct tiles_args {
 
 template <typename T, int D> struct tile_shape {
     using S = att_shape<T, D>;
-    static constexpr int M = D > 128 ? 1 : 2, WARPS = ROWS / 16 / M, BLOCK = 32 * WARPS;
+    static constexpr bool Q8 = S::Q8;
+    using V = std::conditional_t<Q8, __half, T>; /* what mma takes */
+    using U = att_shape<V, D>;
     static constexpr int KEYS = BGK_UNIT / WARPS; /* of a unit, that a warp brings */
-    static constexpr int PANELS = (D + 63) / 64;  /* of Q: [128 rows][64 values], as chunks */
-    static constexpr int Q_BYTES = PANELS * ROWS * 128, UNIT_BYTES = 4 * S::STEP;
-    static constexpr int BYTES = Q_BYTES + 4 * UNIT_BYTES;
+    static constexpr int PANELS = (D + 63) / 64;  /* of Q: [128 rows][64 values] */
+    static constexpr int Q_BYTES = PANELS * ROWS * 128, UNIT = 4 * U::STEP, RAW = 4 * S::STEP;
+    static constexpr int BYTES =
+        Q_BYTES + (Q8 ? 2 * UNIT + 2 * RAW + 2 * BGK_UNIT * (int)sizeof(float) : 4 * UNIT);
 };
 
 /* Division by n of what is below 2^16. */
@@ -43,15 +47,15 @@ struct divider {
     }
 };
 
-/* Q of the block's rows, 0 where there is none. Q8: as att_scores() wants dims; else part of the
- * thread's present group of copies. */
+/* Q of the block's rows, 0 where there is none. Q8: dims stand in the order of unpack();
+ * else part of the thread's present group of copies. */
 template <typename T, int D>
 __device__ void load_q(unsigned char *to, const bgk_att &a, int row0, int head0,
                        const divider &heads, int pair0, int n_pairs)
 {
     constexpr int TWOS = D / 16; /* pairs of pieces, 16 values */
 #pragma unroll 4
-    for (int i = threadIdx.x; i < ROWS * TWOS; i += tile_shape<T, D>::BLOCK) {
+    for (int i = threadIdx.x; i < ROWS * TWOS; i += BLOCK) {
         const int r = i / TWOS, two = i % TWOS, pair = pair0 + r;
         const bool any = pair < n_pairs;
         const int token = any ? heads.quotient(pair) : 0, head = any ? pair - token * heads.n : 0;
@@ -71,13 +75,43 @@ __device__ void load_q(unsigned char *to, const bgk_att &a, int row0, int head0,
     }
 }
 
+/* Q8: K (is_v false) or V of a unit to halves, and its scales. Of 16 dims of K, mma's k 2t, 2t + 1,
+ * 2t + 8, 2t + 9 are 4t .. 4t + 3. */
+template <int D>
+__device__ void unpack(unsigned char *to, float *scales, const unsigned char *raw, bool is_v)
+{
+    using S = att_shape<int8_t, D>;
+    using U = att_shape<__half, D>;
+    constexpr int ALL = BGK_UNIT * S::PIECES;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < ALL; i += BLOCK) {
+        const int key = i / S::PIECES, piece = i % S::PIECES;
+        uint4 x =
+            *(const uint4 *)(raw + key / 16 * S::STEP + att_place<S::PIECES>(key % 16, piece));
+        x.x ^= 0x80808080u;
+        x.y ^= 0x80808080u;
+        x.z ^= 0x80808080u;
+        x.w ^= 0x80808080u;
+        const uint4 low = make_uint4(att_halves<0x4140>(x.x), att_halves<0x4140>(x.y),
+                                     att_halves<0x4140>(x.z), att_halves<0x4140>(x.w));
+        const uint4 high = make_uint4(att_halves<0x4342>(x.x), att_halves<0x4342>(x.y),
+                                      att_halves<0x4342>(x.z), att_halves<0x4342>(x.w));
+        unsigned char *step = to + key / 16 * U::STEP;
+        *(uint4 *)(step + att_place<U::PIECES>(key % 16, 2 * piece)) =
+            is_v ? make_uint4(low.x, high.x, low.y, high.y) : low;
+        *(uint4 *)(step + att_place<U::PIECES>(key % 16, 2 * piece + 1)) =
+            is_v ? make_uint4(low.z, high.z, low.w, high.w) : high;
+    }
+    for (int key = threadIdx.x; key < BGK_UNIT; key += BLOCK)
+        scales[key] = *(const float *)(raw + key / 16 * S::STEP + S::SCALES + key % 16 * 4);
+}
+
 /* A row's O, as the thread has it, to where it goes. */
-template <typename T, int D>
+template <int D>
 __device__ void store_o(const bgk_out &out, int row, int head, int n_heads,
                         const float (&o)[D / 8][4], int e0, float f, int t)
 {
-    constexpr bool Q8 = sizeof(T) == 1;
-    if (out.layout == BGK_TILES && D % 64 == 0 && !Q8) {
+    if (out.layout == BGK_TILES && D % 64 == 0) {
 #pragma unroll
         for (int g = 0; g < D / 64; g++)
 #pragma unroll
@@ -97,20 +131,21 @@ __device__ void store_o(const bgk_out &out, int row, int head, int n_heads,
     for (int n = 0; n < D / 8; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++)
-            put(out, row, head * D + att_col<Q8>(n, t, e), __fmul_rn(o[n][e0 + e], f));
+            put(out, row, head * D + 8 * n + 2 * t + e, __fmul_rn(o[n][e0 + e], f));
     fill_last_group(out, row, head, n_heads, D, t, 4);
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
-    attend_tiles(tiles_args a)
+__global__ void __launch_bounds__(BLOCK, D > 128 ? 1 : 2) attend_tiles(tiles_args a)
 {
     using S = att_shape<T, D>;
     using L = tile_shape<T, D>;
-    constexpr int M = L::M;
+    constexpr bool Q8 = L::Q8;
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
-    unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V] */
+    unsigned char *units = shared + L::Q_BYTES; /* [stage][K, V]; Q8: [K, V], then as they came */
+    unsigned char *coming = units + (Q8 ? 2 * L::UNIT : 0);
+    float *scales = (float *)(coming + 2 * L::RAW); /* Q8: K's, V's */
 
     const bgk_heads &h = a.a.heads;
     const int kv = blockIdx.x;
@@ -130,30 +165,26 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     const att_scaling scaling = att_scaling_of(h);
 
     /* The warp's rows: positions of the first and last, and the thread's own. */
-    const int warp_pair = pair0 + warp * 16 * M;
+    const int warp_pair = pair0 + warp * 16;
     const bool works = warp_pair < n_pairs;
     const int warp_lo = item.pos0 + heads.quotient(warp_pair);
-    const int warp_hi = item.pos0 + heads.quotient(min(warp_pair + 16 * M - 1, n_pairs - 1));
-    int pos[M][2];
+    const int warp_hi = item.pos0 + heads.quotient(min(warp_pair + 15, n_pairs - 1));
+    int pos[2];
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
-            pos[m][i] = item.pos0 + heads.quotient(min(pair, n_pairs - 1));
-        }
+    for (int i = 0; i < 2; i++)
+        pos[i] = item.pos0 + heads.quotient(min(warp_pair + lane / 4 + 8 * i, n_pairs - 1));
 
     att_rows<L::KEYS> at;
     at.look_up(keys, begin * BGK_UNIT + warp * L::KEYS, keys_end, lane);
     auto issue = [&](int unit) {
         const int key0 = unit * BGK_UNIT + warp * L::KEYS;
-        unsigned char *to = units + unit % 2 * 2 * L::UNIT_BYTES;
+        unsigned char *to = coming + (Q8 ? 0 : unit % 2 * 2 * L::UNIT);
         at.take(keys, key0, lane);
         at.look_up(keys, key0 + BGK_UNIT, keys_end, lane);
 #pragma unroll
         for (int v = 0; v < 2; v++)
             att_load<T, D, L::KEYS>(
-                att_shared(to + v * L::UNIT_BYTES + warp * L::KEYS / S::KEYS * S::STEP), keys, v,
+                att_shared(to + v * L::RAW + warp * L::KEYS / S::KEYS * S::STEP), keys, v,
                 at.row[0], 0, warp * L::KEYS % S::KEYS, keys_end - key0, lane);
         ptx_copy_commit();
     };
@@ -162,84 +193,70 @@ __global__ void __launch_bounds__(tile_shape<T, D>::BLOCK, D > 128 ? 1 : 2)
     load_q<T, D>(shared, a.a, item.row0, group.first, heads, pair0, n_pairs);
     issue(begin);
 
-    const int q_row = warp * 16 * M + lane % 16; /* of an ldmatrix of A */
-    const uint32_t q_at = att_shared(shared) + (uint32_t)(q_row * 128);
-    float o[M][D / 8][4] = {};
-    float most[M][2], sum[M][2];
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            most[m][i] = -INFINITY;
-            sum[m][i] = 0;
-        }
+    const uint32_t q_at = att_shared(shared) + (uint32_t)((warp * 16 + lane % 16) * 128);
+    float o[D / 8][4] = {};
+    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
     for (int unit = begin; unit < end; unit++) {
         ptx_copy_wait<0>();
         __syncthreads(); /* the unit is there, and all have left the one before */
+        if constexpr (Q8) {
+            unpack<D>(units, scales, coming, false);
+            unpack<D>(units + L::UNIT, scales + BGK_UNIT, coming + L::RAW, true);
+            __syncthreads();
+        }
         if (unit + 1 < end) issue(unit + 1);
         const int key0 = unit * BGK_UNIT;
         if (!works || key0 > warp_hi || (h.window && key0 + BGK_UNIT - 1 < warp_lo - h.window + 1))
             continue;
-        const unsigned char *k_at = units + unit % 2 * 2 * L::UNIT_BYTES;
-        const unsigned char *v_at = k_at + L::UNIT_BYTES;
-        float s[M][8][4] = {};
+        const uint32_t k_at = att_shared(units) + (uint32_t)(Q8 ? 0 : unit % 2 * 2 * L::UNIT);
+        float s[8][4] = {};
 #pragma unroll
         for (int ks = 0; ks < D / 16; ks++) {
-            uint32_t q[M][4];
-#pragma unroll
-            for (int m = 0; m < M; m++)
-                att_matrix4(q[m],
-                            q_at + (uint32_t)(ks / 4 * ROWS * 128 + m * 16 * 128 +
-                                              (((ks % 4 * 2 + lane / 16) ^ (lane & 7)) << 4)));
-            att_scores<T, D, M>(s, q, att_shared(k_at), ks, lane);
+            uint32_t q[4];
+            att_matrix4(q, q_at + (uint32_t)(ks / 4 * ROWS * 128 +
+                                             (((ks % 4 * 2 + lane / 16) ^ (lane & 7)) << 4)));
+            att_scores<typename L::V, D>(s, q, k_at, ks, lane);
         }
         const bool mask =
             key0 + BGK_UNIT - 1 > warp_lo || (h.window && key0 < warp_hi - h.window + 1);
-        const float *k_scale = (const float *)(k_at + S::SCALES);
-        const float *v_scale = (const float *)(v_at + S::SCALES);
-        uint32_t p[M][4][4];
-        att_weights w[M][2];
+        uint32_t p[4][4];
+        att_weights w[2];
+        float m_unit[2], l_unit[2];
+        int lo[2], hi[2];
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            float m_unit[2], l_unit[2];
-            int lo[2], hi[2];
+        for (int i = 0; i < 2; i++) {
+            hi[i] = pos[i] - key0;
+            lo[i] = h.window ? hi[i] - h.window + 1 : 0;
+        }
+        att_softmax<T, 16>(p, m_unit, l_unit, s, scaling, mask, lo, hi, scales, scales + BGK_UNIT,
+                           lane);
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                hi[i] = pos[m][i] - key0;
-                lo[i] = h.window ? hi[i] - h.window + 1 : 0;
-            }
-            att_softmax<T, S::STEP / 4>(p[m], m_unit, l_unit, s[m], scaling, mask, lo, hi, k_scale,
-                                        v_scale, lane);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                w[m][i] = att_merge(most[m][i], m_unit[i]);
-                sum[m][i] = att_merged(sum[m][i], l_unit[i], w[m][i]);
-            }
+        for (int i = 0; i < 2; i++) {
+            w[i] = att_merge(most[i], m_unit[i]);
+            sum[i] = att_merged(sum[i], l_unit[i], w[i]);
         }
 #pragma unroll
-        for (int nt = 0; nt < D / 8; nt += S::SLAB) {
-            float v[M][S::SLAB][4];
-            att_values<T, D, M, S::SLAB>(v, p, att_shared(v_at), nt / S::SLAB, lane);
+        for (int two = 0; two < D / 16; two++) {
+            float v[2][4];
+            att_values<typename L::V, D>(v, p, k_at + L::UNIT, two, lane);
 #pragma unroll
-            for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++)
 #pragma unroll
-                for (int n = 0; n < S::SLAB; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        o[m][nt + n][e] = att_merged(o[m][nt + n][e], v[m][n][e], w[m][e / 2]);
+                for (int e = 0; e < 4; e++) {
+                    if constexpr (Q8) v[n][e] = __fmul_rn(v[n][e], 1.0f / ATT_RAISE);
+                    o[2 * two + n][e] = att_merged(o[2 * two + n][e], v[n][e], w[e / 2]);
+                }
         }
     }
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int pair = warp_pair + 16 * m + lane / 4 + 8 * i;
-            if (pair >= n_pairs) continue;
-            const int token = heads.quotient(pair);
-            const int head = group.first + pair - token * group.n;
-            const float f = att_factor(most[m][i], sum[m][i], h.sinks, head);
-            store_o<T, D>(a.out, item.row0 + token, head, h.n_heads, o[m], 2 * i, f, t);
-        }
+    for (int i = 0; i < 2; i++) {
+        const int pair = warp_pair + lane / 4 + 8 * i;
+        if (pair >= n_pairs) continue;
+        const int token = heads.quotient(pair);
+        const int head = group.first + pair - token * group.n;
+        const float f = att_factor(most[i], sum[i], h.sinks, head);
+        store_o<D>(a.out, item.row0 + token, head, h.n_heads, o, 2 * i, f, t);
+    }
 }
 
 template <typename T, int D> cudaError_t launch(const tiles_args &a, int n, cudaStream_t stream)
@@ -250,8 +267,8 @@ template <typename T, int D> cudaError_t launch(const tiles_args &a, int n, cuda
     constexpr int TOKENS = BGK_TILE_TOKENS;
     const int parts = (TOKENS * a.a.heads.group + ROWS - 1) / ROWS;
     return launch_after(attend_tiles<T, D>,
-                        dim3((unsigned)a.a.cache.n_kv_heads, (unsigned)parts, (unsigned)n),
-                        L::BLOCK, L::BYTES, stream, a);
+                        dim3((unsigned)a.a.cache.n_kv_heads, (unsigned)parts, (unsigned)n), BLOCK,
+                        L::BYTES, stream, a);
 }
 
 template <typename T> cudaError_t launch_type(const tiles_args &a, int n, cudaStream_t stream)

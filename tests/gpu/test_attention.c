@@ -104,9 +104,10 @@ static void *fill_cache(const setup *t, float *host, float **scales, uint64_t se
 static setup make(shape s, const int *ctx, int n_seqs)
 {
     setup t = {.s = s, .n_heads = s.n_kv * s.group, .n_seqs = n_seqs};
+    const int tail = gpu_small() ? 5 : TAIL;
     for (int i = 0; i < n_seqs; i++) {
         t.ctx[i] = ctx[i];
-        t.n[i] = ctx[i] < TAIL ? ctx[i] : TAIL;
+        t.n[i] = ctx[i] < tail ? ctx[i] : tail;
         if (i % 4 == 3) t.n[i] = ctx[i] < 300 ? ctx[i] : 300; /* several tiles */
         t.pos0[i] = ctx[i] - t.n[i];
         t.row0[i] = t.n_rows;
@@ -375,10 +376,14 @@ static void check_shape(shape s, const int *ctx, int n_seqs)
 
 static const int lengths[] = {1, 2, 31, 200, 63, 64, 65, 513, 127, 128, 1500};
 
-static void check_shapes(const shape *s, size_t n)
+static void check_shapes(const shape *s, size_t n, int n_lengths)
 {
-    for (size_t i = 0; i < n; i++)
-        check_shape(s[i], lengths, gpu_small() ? 7 : 11);
+    static const int few[] = {1, 66, 600};
+    if (gpu_small()) /* for tools that make a kernel a hundred times slower */
+        check_shape(s[0], few, 3);
+    else
+        for (size_t i = 0; i < n; i++)
+            check_shape(s[i], lengths, n_lengths);
 }
 
 Test(attention, f16)
@@ -390,22 +395,21 @@ Test(attention, f16)
         {128, 1, 16, BGK_F16, 64, 512, 0, true, 0}, {256, 1, 4, BGK_F16, 32, 512, 50, false, 1},
         {256, 1, 1, BGK_F16, 8, 0, 0, true, 0},
     };
-    check_shapes(s, sizeof s / sizeof *s);
+    check_shapes(s, sizeof s / sizeof *s, 11);
 }
 
 Test(attention, many_heads)
 {
     NEEDS_GPU();
     static const shape s[] = {
-        {64, 8, 8, BGK_F16, 256, 0, 0, false, 0},
         {128, 4, 4, BGK_F16, 32, 0, 0, false, 0},
+        {64, 8, 8, BGK_F16, 256, 0, 0, false, 0},
         {128, 8, 3, BGK_Q8, 16, 70, 0, true, 0},
         {64, 1, 20, BGK_F16, 32, 0, 0, true, 0}, /* more than 16 to a KV head */
         {64, 1, 150, BGK_F16, 32, 0, 0, false, 0},
         {96, 6, 12, BGK_BF16, 24, 0, 0, false, 3},
     };
-    for (size_t i = 0; i < sizeof s / sizeof *s; i++)
-        check_shape(s[i], lengths, 6);
+    check_shapes(s, sizeof s / sizeof *s, 6);
 }
 
 Test(attention, bf16)
@@ -417,7 +421,7 @@ Test(attention, bf16)
         {256, 1, 8, BGK_BF16, 32, 0, 0, false, 0},
         {64, 4, 1, BGK_BF16, 32, 512, 0, false, 0},
     };
-    check_shapes(s, sizeof s / sizeof *s);
+    check_shapes(s, sizeof s / sizeof *s, 11);
 }
 
 Test(attention, q8)
@@ -428,7 +432,7 @@ Test(attention, q8)
         {96, 2, 3, BGK_Q8, 32, 0, 0, false, 0},  {256, 1, 16, BGK_Q8, 64, 512, 50, false, 0},
         {128, 1, 5, BGK_Q8, 9, 1, 0, false, 0},
     };
-    check_shapes(s, sizeof s / sizeof *s);
+    check_shapes(s, sizeof s / sizeof *s, 11);
 }
 
 /* The kernels of float32 caches and odd sizes, by the same reference (their own arithmetic). */
@@ -436,7 +440,7 @@ Test(attention, plain)
 {
     NEEDS_GPU();
     const shape s = {128, 2, 4, BGK_F16, 32, 37, 30, true, 0};
-    setup t = make(s, lengths, 7);
+    setup t = make(s, lengths, gpu_small() ? 2 : 7);
     const size_t n_q = (size_t)t.n_rows * (size_t)t.n_heads * (size_t)s.dim;
     float *q = to_device(t.q, n_q * sizeof *q);
     int32_t *pos = malloc((size_t)t.n_rows * sizeof *pos),

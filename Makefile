@@ -123,6 +123,10 @@ $(BUILD)/tests/$(1): $(BUILD)/tests/$(1).o $(SUPPORT) $(RUNNER) $(foreach d,$(2)
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rules,$(t),$(word 2,$(subst /, ,$(t))))))
 
+# The CUDA backend's table of shapes is plain C.
+$(BUILD)/tests/unit/backend/test_tune_table.o: CPPFLAGS += -Ikernels
+$(BUILD)/tests/unit/backend/test_tune_table: $(BUILD)/src/backend/cuda/tune_table.o
+
 # tests/gpu/test_*.c: kernels by themselves, on a GPU. Linked with the kernels and the CUDA backend, so they
 # build where nvcc is; `make gpu-test` runs them where a GPU is.
 GPU_TESTS := $(if $(CUDA_LIB),$(patsubst %.c,$(BUILD)/%,$(sort $(wildcard tests/gpu/test_*.c))))

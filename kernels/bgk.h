@@ -14,6 +14,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "shapes.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -145,9 +147,10 @@ typedef struct bgk_weights {
     const float *row_scale, *bias; /* on the device, [n_tiles * 64], in the order of the tiles' rows;
                                       row_scale = 2^e, bias NULL: none */
     int n_tiles, n_chunks;         /* n_chunks = ceil(k / 64) */
-    int splits;                    /* 1, 2 or 4: K is summed in so many parts, then these in order */
-    unsigned formats;              /* bit f: some tile has format f */
-    int n_ff;                      /* 0: no glu; else columns of its result */
+    int splits;       /* 1, 2 or 4: K is summed in so many parts, then these in order */
+    unsigned formats; /* bit f: some tile has format f */
+    int n_ff;         /* 0: no glu; else columns of its result */
+    uint8_t shape[BGK_TOKEN_CLASSES]; /* 1 + bgk_shape for so many tokens; 0: by a rule */
 } bgk_weights;
 
 /* out[t, tile's columns] = sum_k x[t, k] w + bias for t in [0, tokens); with n_ff the products
@@ -155,21 +158,9 @@ typedef struct bgk_weights {
  * n_chunks groups. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream);
-/* The same with a block of `tokens x (64 rows)` of one's choice: 8X2 is 8 tokens and 128 rows. */
-typedef enum bgk_shape {
-    BGK_8X1,
-    BGK_8X2,
-    BGK_16X1,
-    BGK_16X2,
-    BGK_32X1,
-    BGK_32X2,
-    BGK_64X1,
-    BGK_64X2,
-    BGK_64X4,
-    BGK_128X2,
-    BGK_128X4,
-    BGK_SHAPES
-} bgk_shape;
+/* The shape that it takes for so many tokens. */
+bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
+/* The same in blocks of one's choice. */
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 

@@ -793,8 +793,14 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
     return w->splits > 1 ? BGK_64X2 : BGK_64X1;
 }
 
+bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens)
+{
+    const int picked = w->shape[bgk_token_class(tokens)];
+    return picked ? (bgk_shape)(picked - 1) : choose(w, tokens);
+}
+
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream)
 {
-    return bgk_matmul_as(out, w, x, x_stride, tokens, fn, choose(w, tokens), stream);
+    return bgk_matmul_as(out, w, x, x_stride, tokens, fn, bgk_matmul_shape(w, tokens), stream);
 }

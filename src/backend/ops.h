@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "backend/tune.h"
 #include "base/error.h"
 #include "comm/comm.h"
 #include "gguf/gguf.h"
@@ -320,6 +321,9 @@ typedef struct bg_ops {
     /* What the device can do in a second, measured where that is quick; 0: not known. NULL: the
      * host's memory. */
     void (*roofs)(bg_backend *b, bg_cost *per_second);
+    /* NULL: there is nothing to choose. Once all weights are loaded, before prepare(): tries how each
+     * linear is multiplied fastest and does so from then on; the same results. */
+    bg_status (*tune)(bg_backend *b, bg_tune *report, bg_error *err);
 } bg_ops;
 
 enum { BG_OP_KINDS = 16 };

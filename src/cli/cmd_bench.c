@@ -62,6 +62,25 @@ static json_t *profile_json(const bg_profile *p, const bg_cost *roofs, double wh
                      "by_kind", by_kind);
 }
 
+static json_t *tune_json(const bg_tune *t)
+{
+    json_t *rows = json_array();
+    for (int i = 0; i < t->n; i++) {
+        const bg_tune_row *r = &t->rows[i];
+        json_t *parts = json_array();
+        for (int k = 0; k < BG_TUNE_PARTS && r->part_us[k] > 0; k++)
+            json_array_append_new(parts, json_pack("{si ss sf}", "parts", 1 << k, "shape",
+                                                   r->part_best[k], "us", r->part_us[k]));
+        json_array_append_new(rows, json_pack("{ss si si si si si ss sf sf sf ss sf so}", "linear",
+                                              r->name, "count", r->n_linears, "parts", r->parts,
+                                              "from", r->from, "to", r->to, "tokens", r->tokens,
+                                              "shape", r->best, "us", r->us, "bytes", r->bytes,
+                                              "flops", r->flops, "untuned_shape", r->before,
+                                              "untuned_us", r->before_us, "by_parts", parts));
+    }
+    return json_pack("{sf so}", "seconds", t->seconds, "rows", rows);
+}
+
 static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     json_t *rows = json_array();
@@ -92,6 +111,7 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
                                       (double)b->load.wait_ns * 1e-9, "copy_seconds",
                                       (double)b->load.copy_ns * 1e-9, "repack_seconds",
                                       (double)b->load.repack_ns * 1e-9));
+    if (b->tune.n) json_object_set_new(o, "tune", tune_json(&b->tune));
     if (profile && b->has_ops) {
         json_object_set_new(o, "roofs",
                             json_pack("{sf sf}", "bytes_per_second", b->roofs.bytes,
@@ -145,6 +165,27 @@ static void print_profile(const char *what, const bg_profile *p, const bg_cost *
            all.s > whole_s ? "  (ops overlap when they are not timed one by one)" : "");
 }
 
+/* The last columns, K in other parts, are advice: what tuning does leaves bits as they are. */
+static void print_tune(const bg_tune *t)
+{
+    printf(
+        "tuned in %.1f s. Shapes: tokens x 64 rows of weights; *: faster than what is built in\n",
+        t->seconds);
+    puts("  linear                   x   tokens  shape        us   TB/s TFLOP/s  built in   slower"
+         "  us with K in 1, 2, 4 parts");
+    for (int i = 0; i < t->n; i++) {
+        const bg_tune_row *r = &t->rows[i];
+        printf("%c %-22s %3d %8d  %-6s %8.1f %6.2f %7.0f  %-6s %8.1f %%",
+               r->us < r->before_us ? '*' : ' ', r->name, r->n_linears, r->tokens, r->best, r->us,
+               r->bytes / r->us * 1e-6, r->flops / r->us * 1e-6, r->before,
+               100 * (r->before_us / r->us - 1));
+        for (int k = 0; k < BG_TUNE_PARTS && r->part_us[k] > 0; k++)
+            printf(" %8.1f%s", r->part_us[k], 1 << k == r->parts ? "=" : " ");
+        puts("");
+    }
+    puts("");
+}
+
 static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     char w[32], mem[32];
@@ -155,6 +196,7 @@ static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
     char load[160];
     bg_load_times_text(&b->load, load, sizeof load);
     printf("ready after %.2f s%s%s\n\n", b->start_s, *load ? "; weights: " : "", load);
+    if (b->tune.n) print_tune(&b->tune);
     puts(" batch   prefill tok/s   decode tok/s   ms/step   share of the read floor   GMAC/s");
     for (int i = 0; i < b->n_rows; i++) {
         const bg_bench_row *r = &b->rows[i];

@@ -163,7 +163,16 @@ static void rank_close(rank *r)
     free(r->out);
 }
 
-static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const bg_text_model *m,
+static bg_status tune(bg_bench *b, rank *r, bg_error *err)
+{
+    if (!r->b->ops->tune)
+        return bg_fail(err, BG_ARG, "--tune: only a GPU has something to choose; see --device");
+    bg_status st = r->b->ops->tune(r->b, &b->tune, err);
+    if (st) bg_wrap(err, "--tune");
+    return st;
+}
+
+static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_text_model *m,
                            const bg_memory_plan *p, int max_batch, bg_error *err)
 {
     int len = b->prompt + b->gen + 1;
@@ -199,6 +208,7 @@ static bg_status rank_open(rank *r, const bg_bench *b, const bg_job *job, const 
                                 .backend = &bc};
     bg_status st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
     if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
+    if (!st && job->tune) st = tune(b, r, err);
     return st ? st : bg_model_prepare(r->m, err);
 }
 
@@ -257,7 +267,7 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
     rank r;
     const int64_t begin = bg_now_ns();
     bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
-    b->start_s = (double)(bg_now_ns() - begin) * 1e-9;
+    b->start_s = (double)(bg_now_ns() - begin) * 1e-9 - b->tune.seconds;
     if (!st) b->load = *bg_model_load_times(r.m);
     b->has_ops = true;
     b->roofs.bytes = b->read_bandwidth;
@@ -393,6 +403,8 @@ bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, b
     sized.max_num_seqs = max_batch > job->max_num_seqs ? max_batch : job->max_num_seqs;
     sized.max_model_len = b->prompt + b->gen + 2;
     if (!st) st = bg_plan_memory(&p, &sized, m, err);
+    if (!st && job->tune && p.tp > 1)
+        st = bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1)");
     if (st) return st;
     b->read_bandwidth = read_bandwidth(p.threads_per_rank * p.tp);
     st = p.tp == 1 ? run_here(b, job, m, &p, max_batch, err) : run_ranks(b, &sized, m, &p, err);
@@ -407,4 +419,10 @@ bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, b
         r->gmacs = (double)bg_macs_per_token(&m->desc) * r->batch / step_s * 1e-9;
     }
     return st;
+}
+
+void bg_bench_release(bg_bench *b)
+{
+    free(b->tune.rows);
+    b->tune = (bg_tune){0};
 }

@@ -27,6 +27,7 @@ typedef struct bg_bench {
     bool has_ops;
     bg_load_times load; /* of rank 0 */
     double start_s;     /* until it was ready */
+    bg_tune tune;       /* with --tune */
 } bg_bench;
 
 /* Measures; one rank in this process, or several as a job would run them. */

@@ -81,7 +81,7 @@ typedef struct bg_job {
     /* other commands */
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
-    bool profile;
+    bool profile, tune;
     bool special, ids, bos;
     char *text;
     bg_strings fields;

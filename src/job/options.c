@@ -184,6 +184,8 @@ const bg_option bg_options[] = {
      "N", "tokens decoded at each batch size"},
     {"profile", NULL, 0, BG_OPT_BOOL, F(profile), NULL, ANY, NULL, BENCH, false, NULL, NULL,
      "time, bytes and FLOPs by op and by kind, and their share of what the device can do"},
+    {"tune", NULL, 0, BG_OPT_BOOL, F(tune), NULL, ANY, NULL, BENCH, false, NULL, NULL,
+     "GPU: try how each linear is multiplied fastest, print that, and measure with it"},
 
     {"commit-bytes", NULL, 0, BG_OPT_SIZE, F(commit_bytes), NULL, 1, 1e12, "512KiB", RUN, true,
      "Output and messages", "SIZE", "commit after this much text"},

@@ -84,6 +84,7 @@ static const bg_ops cuda_ops = {
     .linear_cost = bg_cuda_linear_cost,
     .attention_cost = bg_cuda_attention_cost,
     .roofs = bg_cuda_roofs,
+    .tune = bg_cuda_tune,
 };
 
 bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, int device,

@@ -257,6 +257,10 @@ bg_status bg_cuda_fault_step(bg_cuda *c, bg_error *err);
 bool bg_cuda_fault_capture(const bg_cuda *c); /* whether taking a graph shall fail */
 void bg_cuda_fault_free(bg_cuda *c);
 
+/* tune.c */
+void bg_cuda_pick_shapes(const bg_cuda *c, bgk_weights *w); /* those of the table */
+bg_status bg_cuda_tune(bg_backend *b, bg_tune *report, bg_error *err);
+
 /* profile.c */
 void bg_cuda_op_begin(bg_backend *b, int kind);
 void bg_cuda_op_end(bg_backend *b, int kind);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/cuda/tune_table.h"
 #include "gguf/gguf.h"
 #include "pack.h"
 
@@ -93,14 +94,6 @@ static bgk_format format_of(const bg_linear_part *rows, const bg_linear_part *up
     bgk_format a = bgk_format_of((int)rows->type), b = up ? bgk_format_of((int)up->type) : a;
     if (a == b) return a == BGK_FORMATS ? BGK_W16 : a;
     return a <= BGK_W5 && b <= BGK_W5 ? BGK_W5 : BGK_W16;
-}
-
-/* In how many parts K is summed: with few tiles a multiprocessor has one, and one long chain takes
- * its time. By the shape of the weights alone, as a result's bits depend on it. */
-static int splits_of(int64_t n_tiles, int64_t k)
-{
-    if (n_tiles > 200) return 1;
-    return k >= 1024 ? 2 : 1;
 }
 
 static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, float *row_scale,
@@ -204,8 +197,9 @@ static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
         return bg_fail(err, BG_ARG, "%s: %d rows are too many", spec->name, l->n_rows);
     l->tiles.n_tiles = (int)n_tiles;
     l->tiles.n_chunks = (l->k + TILE - 1) / TILE;
-    l->tiles.splits = splits_of(n_tiles, l->k);
+    l->tiles.splits = bg_cuda_splits(n_tiles, l->k);
     l->tiles.n_ff = spec->glu ? (int)spec->parts[0].n_rows : 0;
+    bg_cuda_pick_shapes(c, &l->tiles);
     float *row_scale = NULL;
     bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
     if (!st) st = tables(c, l, spec, groups, n_groups, &row_scale, err);

@@ -1,0 +1,42 @@
+/* kernels/shapes.h - the blocks in which matmul.cu multiplies, and for how many tokens each is
+ * picked. Plain C without CUDA's headers. */
+#ifndef BGK_SHAPES_H
+#define BGK_SHAPES_H
+
+#include <limits.h>
+
+/* `tokens x (64 rows)`: 8X2 is 8 tokens and 128 rows. */
+typedef enum bgk_shape {
+    BGK_8X1,
+    BGK_8X2,
+    BGK_16X1,
+    BGK_16X2,
+    BGK_32X1,
+    BGK_32X2,
+    BGK_64X1,
+    BGK_64X2,
+    BGK_64X4,
+    BGK_128X2,
+    BGK_128X4,
+    BGK_SHAPES
+} bgk_shape;
+
+/* Numbers of tokens for which one shape is picked: 1-8, 9-16, ..., 513-1024, more. */
+enum { BGK_TOKEN_CLASSES = 12 };
+
+static inline int bgk_class_most(int token_class) /* its largest number */
+{
+    static const int most[BGK_TOKEN_CLASSES] = {8,   16,  32,  64,  96,   128,
+                                                192, 256, 384, 512, 1024, INT_MAX};
+    return most[token_class];
+}
+
+static inline int bgk_token_class(int tokens)
+{
+    int i = 0;
+    while (tokens > bgk_class_most(i))
+        i++;
+    return i;
+}
+
+#endif

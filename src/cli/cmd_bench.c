@@ -238,5 +238,6 @@ int bg_cmd_bench(const bg_job *job)
     else if (!st)
         print_text(&b, &m, job->profile);
     bg_text_model_close(&m);
+    bg_bench_release(&b);
     return st ? bg_report(&err) : code;
 }

@@ -32,5 +32,6 @@ typedef struct bg_bench {
 
 /* Measures; one rank in this process, or several as a job would run them. */
 bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, bg_error *err);
+void bg_bench_release(bg_bench *b); /* also after a failure */
 
 #endif

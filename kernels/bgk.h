@@ -231,6 +231,17 @@ cudaError_t bgk_dequant(void *out, bgk_type type, const bgk_source *rows, int k,
 cudaError_t bgk_random_blocks(void *blocks, int type, int64_t n_blocks, uint64_t seed,
                               uint64_t block0, float std, cudaStream_t stream);
 
+/* ---- fast.cu: around library products of halves -------------------------------------------------
+ * out[t, c] = x[t, c], halves [rows, stride], for c < cols, a multiple of 64. stride is a multiple of
+ * 8, out 16-byte aligned. x: BGK_TILES. */
+cudaError_t bgk_tiles_to_rows(void *out, int64_t stride, const bgk_out *x, int rows, int cols,
+                              cudaStream_t stream);
+/* out[t, i] = fn(x[t, i] + bias[i]) * (x[t, cols + i] + bias[cols + i]), i < cols; bias NULL: none.
+ * x: halves, x_stride of them from row to row; out: BGK_TILES, columns that fill up its last group
+ * become 0. */
+cudaError_t bgk_glu_halves(const bgk_out *out, const void *x, int64_t x_stride, const float *bias,
+                           bgk_act fn, int rows, int cols, cudaStream_t stream);
+
 /* ---- rope.cu, attention.cu, attention_mma.cu ---------------------------------------------------
  * The cache: K [n_layers, n_blocks, n_kv_heads, block_tokens, k_dim], V with v_dim; of `type`. Q8:
  * int8 values, which times the scale of their token and head, [n_layers, n_blocks, n_kv_heads,

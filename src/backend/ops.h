@@ -47,6 +47,7 @@ typedef struct bg_backend_config {
     bool profile;    /* time each op; see bg_profile_take() */
     bool eager;      /* GPU: decode steps as single launches, not as graphs */
     bool dummy;      /* GPU: weights are random, made on the device; their data is not read */
+    bool fast_math;  /* GPU: a library's products for many rows; results depend on how many */
     bg_comm *comm;   /* NULL: the only rank. Not owned. */
     int max_tokens;  /* rows of the largest step */
     int max_seqs;    /* sequences in the largest step, and slots */

@@ -38,7 +38,7 @@ typedef struct bg_rank_config { /* plain data and strings that outlive the ranks
     bg_compute compute;
     bg_cache_type cache_type;
     int threads_per_rank;
-    bool pin_threads, check, eager, dummy;
+    bool pin_threads, check, eager, dummy, fast_math;
     const char *isa;
     int n_blocks, block_tokens; /* KV, scratch included */
     int max_num_seqs;           /* slots, and the largest decode batch */

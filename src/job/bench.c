@@ -195,6 +195,7 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                                   .check = job->check_ops,
                                   .eager = job->eager,
                                   .dummy = job->load_format == BG_LOAD_DUMMY,
+                                  .fast_math = job->fast_math,
                                   .max_tokens = p->max_step_tokens,
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,

@@ -102,7 +102,8 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "stop", list_text(&job->stop));
     const bool dummy = job->load_format == BG_LOAD_DUMMY;
     if (dummy) set(o, "load_format", json_string("dummy"));
-    if (json_object_size(o) == (dummy ? 31 : 30)) return o;
+    if (job->fast_math) set(o, "fast_math", json_true());
+    if (json_object_size(o) == (size_t)30 + dummy + job->fast_math) return o;
     bg_fail(err, BG_NOMEM, "out of memory for the job's identity");
     json_decref(o);
     return NULL;

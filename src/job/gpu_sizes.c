@@ -10,6 +10,7 @@ static const uint64_t WORKSPACE = UINT64_C(384) << 20;
 static const uint64_t LEFT_FREE = UINT64_C(256) << 20;
 enum {
     GRAPHS = 16,               /* decode steps of so many sizes */
+    FAST_FIXED = 160 << 20,    /* a library's workspace and kernels */
     LAUNCHES = 12,             /* of a layer */
     LAUNCH_BYTES = 2048,       /* of one in a graph, on the device */
     SAMPLED_BYTES = 1200 + 72, /* of a row: results, settings */
@@ -113,6 +114,27 @@ bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const
     b.buffers += seqs * (vocab / 64 + SAMPLED_BYTES);
     b.buffers += (uint64_t)GRAPHS * LAUNCHES * LAUNCH_BYTES * (uint64_t)m->desc.n_layers;
     b.buffers += WORKSPACE;
+    return b;
+}
+
+bg_gpu_bytes bg_gpu_fast_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s)
+{
+    const uint64_t seqs = (uint64_t)p->max_num_seqs, step = (uint64_t)p->max_step_tokens;
+    const double share =
+        m->desc.weight_bytes ? (double)s->weight_bytes / (double)m->desc.weight_bytes : 1.0 / p->tp;
+    uint64_t copy = 0, widest = 0;
+    for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
+        const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
+        const bool table = strcmp(t->cname, "token_embd.weight") == 0;
+        if (t->n_dims < 2 || (table && !m->desc.tied)) continue;
+        const uint64_t k = padded((uint64_t)t->ne[0], 64);
+        copy += (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3] * k * 2;
+        if (k > widest) widest = k;
+    }
+    bg_gpu_bytes b = {.weights = (uint64_t)((double)copy * (p->tp > 1 ? share : 1))};
+    b.buffers = (step > seqs ? step : seqs) * widest * 2; /* input rows */
+    b.buffers += step * padded(2 * (uint64_t)s->n_ff, 8) * 2;
+    b.buffers += FAST_FIXED;
     return b;
 }
 

@@ -13,6 +13,8 @@ typedef struct bg_gpu_bytes {
 /* For p's limits. tiled: compute capability 9.x in native arithmetic. */
 bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s,
                           bg_compute compute, bool tiled);
+/* What --fast-math takes besides, in the tiled mode. */
+bg_gpu_bytes bg_gpu_fast_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s);
 bool bg_gpu_tiled(const bg_gpu *g, bg_compute compute);
 /* What may be used of a GPU: this share of its memory, and of that what is free. */
 uint64_t bg_gpu_budget(const bg_gpu *g, double utilization);

@@ -60,7 +60,7 @@ typedef struct bg_job {
     int64_t kv_cache_memory;       /* bytes over all ranks; 0: automatic */
     double gpu_memory_utilization; /* share of a GPU's memory */
     int kv_cache_type, compute, load_format;
-    bool prefix_cache, check_ops, pin_threads, eager;
+    bool prefix_cache, check_ops, pin_threads, eager, fast_math;
     char *isa, *device;
     double hang_timeout; /* seconds; 0: automatic */
     /* input and output */

@@ -138,6 +138,9 @@ const bg_option bg_options[] = {
      "sequences read ahead, to start long ones early"},
     {"compute", NULL, 0, BG_OPT_CHOICE, F(compute), "native,f32", ANY, "native", SIZES, true, NULL,
      "MODE", "native, or f32: exact weights and float32 throughout (slow; for proofs)"},
+    {"fast-math", NULL, 0, BG_OPT_BOOL, F(fast_math), NULL, ANY, NULL, SIZES, true, NULL, NULL,
+     "GPU: prompts and batches of 256 or more by a library's GEMM on a copy of the weights in half "
+     "precision (cuBLASLt; results depend on the batch)"},
     {"load-format", NULL, 0, BG_OPT_CHOICE, F(load_format), "auto,dummy", ANY, "auto", SIZES, true,
      NULL, "HOW",
      "auto, or dummy: random weights of the model's shapes, whose file may end after its header "

@@ -95,11 +95,19 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
 
     uint64_t need[BG_MAX_RANKS], kv_sum = 0, kv_most = 0;
     const bool tiled = bg_gpu_tiled(&list[0], (bg_compute)job->compute);
+    if (job->fast_math && !tiled)
+        return bg_fail(err, BG_ARG,
+                       "--fast-math needs GPUs of compute capability 9.x and --compute native");
     set_limits(p, job, true);
     for (int i = 0; i < n; i++)
         list[i].free_bytes = bg_gpu_budget(&list[i], job->gpu_memory_utilization);
     for (int r = 0; r < p->tp; r++) {
-        const bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, tiled);
+        bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, tiled);
+        if (job->fast_math) {
+            const bg_gpu_bytes more = bg_gpu_fast_sizes(m, p, &shards[r]);
+            b.weights += more.weights;
+            b.buffers += more.buffers;
+        }
         const uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
         const uint64_t buffers = b.buffers + (p->tp > 1 ? NCCL_RESERVE : 0);
         need[r] = b.weights + buffers;
@@ -110,8 +118,10 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     }
     bg_error own = {0};
     st = bg_devices_assign(&dp, &choice, list, n, p->tp, p->dp, need, &own);
-    if (st && choice.automatic) return BG_OK;
-    if (st) return bg_fail(err, st, "%s", own.text);
+    if (st && choice.automatic && !job->fast_math) return BG_OK;
+    if (st)
+        return bg_fail(err, st, "%s%s", own.text,
+                       job->fast_math ? "; --fast-math takes 2 bytes a weight of it" : "");
     for (int r = 0; r < p->tp * p->dp; r++)
         p->gpus[r] = 1 + list[dp.gpus[r]].device;
     p->gpu = p->gpus[0];
@@ -139,9 +149,10 @@ static bg_status too_small(const bg_memory_plan *p, const bg_job *job, const cha
                    "one sequence of %d tokens needs %s of KV cache and there are %s: of the GPU's "
                    "memory %s may be used (--gpu-memory-utilization %g, and what is free), weights "
                    "take %s, buffers %s; lower --max-model-len, --max-num-seqs or "
-                   "--max-num-batched-tokens%s",
+                   "--max-num-batched-tokens%s%s",
                    p->max_model_len, need, have, budget, job->gpu_memory_utilization, weights, rest,
-                   job->kv_cache_memory ? ", or raise --kv-cache-memory" : "");
+                   job->kv_cache_memory ? ", or raise --kv-cache-memory" : "",
+                   job->fast_math ? ", or leave --fast-math out (2 bytes a weight)" : "");
 }
 
 static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_bytes, bg_error *err)
@@ -212,6 +223,11 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     }
     uint64_t gpu_bytes;
     bg_status st = choose_device(p, job, m, shards, &gpu_bytes, err);
+    if (!st && job->fast_math && !p->gpu)
+        return bg_fail(err, BG_ARG,
+                       "--fast-math needs a GPU, and this is to run on the CPU (--device %s); the "
+                       "CPU has no such mode",
+                       job->device ? job->device : "auto");
     if (!st) set_limits(p, job, p->gpu != 0);
     if (!st) st = plan_kv(p, job, gpu_bytes, err);
     if (st) return st;
@@ -246,6 +262,7 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
                           .check = job->check_ops,
                           .eager = job->eager,
                           .dummy = job->load_format == BG_LOAD_DUMMY,
+                          .fast_math = job->fast_math,
                           .isa = job->isa,
                           .n_blocks = p->n_blocks,
                           .block_tokens = p->block_tokens,

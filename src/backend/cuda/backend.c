@@ -30,6 +30,7 @@ static void cuda_free(bg_backend *b)
     bg_cuda_profile_free(c);
     bg_cuda_comm_free(c);
     bg_cuda_fault_free(c);
+    bg_cuda_fast_free(c);
     bg_cuda_flights_free(c);
     bg_cuda_step_free(c);
     bg_cuda_sampling_free(c);
@@ -114,6 +115,7 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     c->tiled = major == 9 && config->compute == BG_COMPUTE_NATIVE;
     st = bg_cuda_done(err, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "stream");
     if (!st) st = bg_steps_init(&c->s, config, false, err);
+    if (!st) st = bg_cuda_fast_new(c, err);
     if (!st) st = bg_cuda_flights_new(c, err);
     if (!st) st = bg_cuda_comm_new(c, err);
     if (!st) st = bg_cuda_fault_new(c, err);

@@ -19,6 +19,7 @@ struct bg_linear {
     float *bias;
     int n_rows, k, k_padded;
     bgk_weights tiles;           /* tiled mode: instead of w and bias */
+    void *half;                  /* fast.c: halves [n_rows, k_padded], bias beside; else NULL */
     uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
 };
 
@@ -27,6 +28,7 @@ enum {
     BG_CUDA_FLIGHTS = 3, /* steps whose tokens were not fetched yet */
     BG_CUDA_STAGES = 16, /* parts of the staging ring */
     BG_CUDA_BUCKETS = 20,
+    BG_CUDA_FAST_ROWS = 256, /* from so many on, linears are the library's under --fast-math */
 };
 
 typedef struct bg_cuda {
@@ -124,6 +126,7 @@ typedef struct bg_cuda {
     struct bg_cuda_comm *ranks;      /* comm.c: collectives; NULL: the only rank */
     struct bg_cuda_fault *fault;     /* fault.c; NULL: none is asked for */
     struct bg_cuda_loader *loader;   /* load.c; NULL: nothing is being loaded */
+    struct bg_cuda_fast *fast;       /* fast.c; NULL: --fast-math is off */
 } bg_cuda;
 
 /* objects.c. What every file here uses: */
@@ -164,6 +167,21 @@ bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear
 bg_status bg_cuda_load_used(bg_cuda *c, const char *what, bg_error *err);
 bg_status bg_cuda_load_end(bg_backend *b, bg_load_times *times, bg_error *err);
 void bg_cuda_load_free(bg_cuda *c);
+
+/* fast.c: --fast-math. All of it does nothing where that is off. */
+bg_status bg_cuda_fast_new(bg_cuda *c, bg_error *err); /* after the stream */
+void bg_cuda_fast_free(bg_cuda *c);
+/* Room for l's copy, l->half; then its rows [row0, row0 + rows->n_rows). */
+bg_status bg_cuda_fast_linear_new(bg_cuda *c, bg_linear *l, bg_error *err);
+bg_status bg_cuda_fast_rows(bg_cuda *c, const bg_linear *l, int64_t row0, const bgk_source *rows,
+                            bg_error *err);
+bg_status bg_cuda_fast_ready(bg_cuda *c, bg_error *err); /* once all linears are there */
+/* Whether so many rows, to `out` (float32 rows, or NULL: gate and up), are for these two: */
+bool bg_cuda_fast_serves(const bg_linear *l, const void *out, int n_rows);
+bg_status bg_cuda_fast_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_linear *l,
+                              const bgk_out *x, int n_rows, bg_error *err);
+bg_status bg_cuda_fast_linear_glu(bg_cuda *c, const bgk_out *out, const bg_linear *l,
+                                  const bgk_out *x, bgk_act fn, int n_rows, bg_error *err);
 
 /* step.c */
 bg_status bg_cuda_step_new(bg_cuda *c, bg_error *err); /* once the cache is known */

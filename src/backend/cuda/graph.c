@@ -194,11 +194,12 @@ static bg_status capture(bg_cuda *c, int i, bg_forward *forward, void *ctx, bg_e
 bg_status bg_cuda_prepare(bg_backend *b, bg_forward *forward, void *ctx, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    if (c->config.eager || b->check || b->profile) return BG_OK;
+    bg_status st = bg_cuda_fast_ready(c, err);
+    if (st || c->config.eager || b->check || b->profile) return st;
     if (!c->has_cache || c->n_buckets) return bg_fail(err, BG_INTERNAL, "graphs: not the time");
     size_t before = 0, after = 0, total = 0;
     plan_buckets(c);
-    bg_status st = bg_cuda_done(err, cudaMemGetInfo(&before, &total), "memory");
+    st = bg_cuda_done(err, cudaMemGetInfo(&before, &total), "memory");
     if (!st && bg_cuda_fault_capture(c)) st = bg_fail(err, BG_DEVICE, "a failure on purpose");
     for (int i = c->n_buckets - 1; !st && i >= 0; i--)
         st = capture(c, i, forward, ctx, err);

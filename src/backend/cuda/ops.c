@@ -105,6 +105,8 @@ static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_l
         const bgk_out in = bg_cuda_out(x);
         if (l->tiles.n_ff || in.layout != BGK_TILES)
             return bg_fail(err, BG_INTERNAL, "op linear: %s with %s", l->name, x->name);
+        if (bg_cuda_fast_serves(l, out, n_rows))
+            return bg_cuda_fast_linear(c, out, out_cols, l, &in, n_rows, err);
         return bg_cuda_done(
             err, bgk_matmul(&o, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, c->stream),
             l->name);
@@ -135,6 +137,8 @@ bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, con
     if (!st) st = fits(out, n_rows, l->tiles.n_ff, "linear_glu", err);
     if (st || !n_rows) return st;
     const bgk_out o = bg_cuda_out(out), in = bg_cuda_out(x);
+    if (bg_cuda_fast_serves(l, NULL, n_rows))
+        return bg_cuda_fast_linear_glu(c, &o, l, &in, FNS[fn], n_rows, err);
     return bg_cuda_done(
         err, bgk_matmul(&o, &l->tiles, in.data, in.stride, n_rows, FNS[fn], c->stream), l->name);
 }

@@ -96,8 +96,8 @@ static bgk_format format_of(const bg_linear_part *rows, const bg_linear_part *up
     return a <= BGK_W5 && b <= BGK_W5 ? BGK_W5 : BGK_W16;
 }
 
-static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, float *row_scale,
-                            bg_error *err)
+static bg_status load_group(bg_cuda *c, const bg_linear *l, const group *g, int64_t row0,
+                            char *chunks, float *row_scale, bg_error *err)
 {
     const int64_t piece = bg_cuda_load_piece(g->rows, g->up), n_rows = g->rows->n_rows,
                   tiles_each = g->up ? 2 : 1;
@@ -109,8 +109,10 @@ static bg_status load_group(bg_cuda *c, const group *g, int k, char *chunks, flo
         if (st) break;
         st = bg_cuda_done(err,
                           bgk_repack(chunks + tile * g->tile_bytes, row_scale + tile * TILE,
-                                     g->format, from, g->up ? from + 1 : NULL, k, c->stream),
+                                     g->format, from, g->up ? from + 1 : NULL, l->k, c->stream),
                           g->rows->name);
+        if (!st) st = bg_cuda_fast_rows(c, l, row0 + r, from, err);
+        if (!st && g->up) st = bg_cuda_fast_rows(c, l, row0 + n_rows + r, from + 1, err);
         if (!st) st = bg_cuda_load_used(c, g->rows->name, err);
     }
     return st;
@@ -203,9 +205,13 @@ static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     float *row_scale = NULL;
     bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
     if (!st) st = tables(c, l, spec, groups, n_groups, &row_scale, err);
+    if (!st) st = bg_cuda_fast_linear_new(c, l, err);
+    if (!st && l->half) st = upload_bias(c, l, spec, err);
     char *at = l->w;
+    int64_t row0 = 0;
     for (int i = 0; !st && i < n_groups; i++) {
-        st = load_group(c, &groups[i], l->k, at, row_scale, err);
+        st = load_group(c, l, &groups[i], row0, at, row_scale, err);
+        row0 += groups[i].rows->n_rows;
         at += groups[i].n_tiles * groups[i].tile_bytes;
         row_scale += groups[i].n_tiles * TILE;
     }

@@ -85,6 +85,28 @@ Test(gpu_sizes, buffers_follow_limits)
     bg_gguf_close(m.gguf);
 }
 
+/* A half of each weight of a linear, of widths filled up to 64; rows for the widest. */
+Test(gpu_sizes, fast_math)
+{
+    bg_text_model m = opened("tests/golden/models/tiny-qwen3.f16.gguf");
+    const bg_desc *d = &m.desc;
+    const bg_shard s = shard(&m, 0, 1);
+    const uint64_t q = (uint64_t)d->n_heads * (uint64_t)d->head_dim, model = (uint64_t)d->d_model;
+    const uint64_t kv = (uint64_t)d->n_kv_heads * (uint64_t)d->head_dim, ff = (uint64_t)d->d_ff;
+    const uint64_t values =
+        (uint64_t)d->n_layers * (model * (q + 2 * kv) + q * model + 3 * model * ff);
+    const bg_gpu_bytes b = bg_gpu_fast_sizes(&m, &plan, &s);
+    cr_expect_eq(b.weights, 2 * (values + model * (uint64_t)d->vocab_size));
+    bg_memory_plan p = plan;
+    p.max_step_tokens += 100;
+    cr_expect_eq(bg_gpu_fast_sizes(&m, &p, &s).buffers - b.buffers, 100 * (ff * 2 + 2 * ff * 2));
+    const bg_shard half = shard(&m, 0, 2);
+    bg_memory_plan two = plan;
+    two.tp = 2;
+    cr_expect_lt(bg_gpu_fast_sizes(&m, &two, &half).weights, b.weights);
+    bg_gguf_close(m.gguf);
+}
+
 Test(gpu_sizes, budget)
 {
     bg_gpu g = {.capability = 90, .total_bytes = UINT64_C(100) << 30};

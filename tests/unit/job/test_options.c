@@ -37,6 +37,47 @@ Test(options, table_is_consistent)
     }
 }
 
+/* Off unless asked for, everywhere; a name in the job's identity only then; no CPU has it. */
+Test(options, fast_math)
+{
+    bg_job j;
+    bg_error e = {0};
+    char yes[] = "BATCHGEN_FAST_MATH=true", name[] = "m";
+    char *const env[] = {yes, NULL};
+    const struct {
+        char *const *env;
+        const char *words;
+        bool want;
+    } list[] = {{no_env, "a.jsonl -o out -m m", false},
+                {no_env, "a.jsonl -o out -m m --fast-math", true},
+                {env, "a.jsonl -o out -m m", true},
+                {env, "a.jsonl -o out -m m --no-fast-math", false}};
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        cr_assert_eq(resolve(&j, &e, BG_CMD_RUN, list[i].env, list[i].words), BG_OK, "%s", e.text);
+        cr_expect_eq(j.fast_math, list[i].want, "%s", list[i].words);
+        bg_text_model m = {.name = name};
+        const bg_memory_plan p = {.gpu = 1, .tp = 1};
+        json_t *identity = bg_job_identity(&j, &m, &p, &e);
+        cr_assert_not_null(identity, "%s", e.text);
+        cr_expect_eq(json_is_true(json_object_get(identity, "fast_math")), list[i].want);
+        cr_expect_eq(json_object_get(identity, "fast_math") != NULL, list[i].want);
+        json_decref(identity);
+        bg_job_release(&j);
+    }
+    cr_assert_eq(
+        resolve(&j, &e, BG_CMD_RUN, no_env, "a.jsonl -o out -m m --fast-math --device cpu"), BG_OK);
+    bg_text_model m = {.desc = {0}};
+    cr_assert_eq(bg_gguf_open(&m.gguf, "tests/golden/models/tiny-qwen3.f16.gguf", &e), BG_OK);
+    cr_assert_eq(bg_desc_read(&m.desc, m.gguf, &e), BG_OK, "%s", e.text);
+    bg_memory_plan p;
+    cr_expect_eq(bg_plan_memory(&p, &j, &m, &e), BG_ARG);
+    cr_expect_not_null(strstr(e.text, "--fast-math"), "%s", e.text);
+    j.fast_math = false;
+    cr_expect_eq(bg_plan_memory(&p, &j, &m, &e), BG_OK, "%s", e.text);
+    bg_gguf_close(m.gguf);
+    bg_job_release(&j);
+}
+
 Test(options, flags_in_all_spellings)
 {
     bg_job j;

@@ -106,7 +106,7 @@ $(BUILD)/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
 	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<
 
 $(BUILD)/libbatchgen_cuda.so: $(CU_OBJS) $(CUDA_OBJS)
-	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^
+	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^ -ljansson
 
 # tests/unit/MODULE/test_*.c is one Criterion program each; tests/support/*.c goes into all.
 TESTS := $(patsubst tests/%.c,%,$(sort $(wildcard tests/unit/*/test_*.c)))

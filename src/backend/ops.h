@@ -55,6 +55,7 @@ typedef struct bg_backend_config {
     int max_ctx;     /* positions of the longest sequence */
     int vocab_size;  /* of the whole model */
     const char *isa; /* CPU: NULL = best; "plain", "avx2", "avx512", "avx512vnni": force (tests) */
+    const char *tune_table; /* NULL: none; a file of shapes, where a GPU has that choice */
 } bg_backend_config;
 
 /* ---- objects ------------------------------------------------------------------------------------

@@ -1,3 +1,4 @@
+#include <errno.h>
 #include <string.h>
 
 #include "base/clock.h"
@@ -71,14 +72,24 @@ static json_t *tune_json(const bg_tune *t)
         for (int k = 0; k < BG_TUNE_PARTS && r->part_us[k] > 0; k++)
             json_array_append_new(parts, json_pack("{si ss sf}", "parts", 1 << k, "shape",
                                                    r->part_best[k], "us", r->part_us[k]));
-        json_array_append_new(rows, json_pack("{ss si si si si si ss sf sf sf ss sf so}", "linear",
-                                              r->name, "count", r->n_linears, "parts", r->parts,
-                                              "from", r->from, "to", r->to, "tokens", r->tokens,
-                                              "shape", r->best, "us", r->us, "bytes", r->bytes,
-                                              "flops", r->flops, "untuned_shape", r->before,
-                                              "untuned_us", r->before_us, "by_parts", parts));
+        json_array_append_new(
+            rows, json_pack("{ss si si si si si si si si ss sf sf sf ss sf so}", "linear", r->name,
+                            "count", r->n_linears, "tiles", r->tiles, "chunks", r->chunks,
+                            "formats", r->formats, "parts", r->parts, "from", r->from, "to", r->to,
+                            "tokens", r->tokens, "shape", r->best, "us", r->us, "bytes", r->bytes,
+                            "flops", r->flops, "untuned_shape", r->before, "untuned_us",
+                            r->before_us, "by_parts", parts));
     }
     return json_pack("{sf so}", "seconds", t->seconds, "rows", rows);
+}
+
+static bg_status write_tune(const char *path, const bg_tune *t, bg_error *err)
+{
+    json_t *o = tune_json(t);
+    if (!o) return bg_fail(err, BG_NOMEM, "out of memory");
+    const int failed = json_dump_file(o, path, JSON_INDENT(1));
+    json_decref(o);
+    return failed ? bg_fail_os(err, "%s", path) : BG_OK;
 }
 
 static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
@@ -237,6 +248,7 @@ int bg_cmd_bench(const bg_job *job)
         code = print_json(&b, &m, job->profile);
     else if (!st)
         print_text(&b, &m, job->profile);
+    if (!st && job->tune_out) st = write_tune(job->tune_out, &b.tune, &err);
     bg_text_model_close(&m);
     bg_bench_release(&b);
     return st ? bg_report(&err) : code;

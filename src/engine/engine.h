@@ -44,6 +44,7 @@ typedef struct bg_rank_config { /* plain data and strings that outlive the ranks
     int max_num_seqs;           /* slots, and the largest decode batch */
     int max_step_tokens;        /* rows of the largest step */
     int max_model_len;
+    const char *tune_table; /* GPU: shapes of linears; NULL: none */
     size_t max_message; /* bytes of the largest message in a ring; 0: computed */
 } bg_rank_config;
 

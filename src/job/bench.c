@@ -200,6 +200,7 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,
                                   .max_ctx = len,
+                                  .tune_table = job->tune_table,
                                   .vocab_size = m->desc.vocab_size,
                                   .isa = job->isa};
     const bg_model_config mc = {.tp = 1,
@@ -404,6 +405,8 @@ bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, b
     sized.max_num_seqs = max_batch > job->max_num_seqs ? max_batch : job->max_num_seqs;
     sized.max_model_len = b->prompt + b->gen + 2;
     if (!st) st = bg_plan_memory(&p, &sized, m, err);
+    if (!st && job->tune_out && !job->tune)
+        st = bg_fail(err, BG_ARG, "--tune-out: only with --tune");
     if (!st && job->tune && p.tp > 1)
         st = bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1)");
     if (st) return st;

@@ -82,6 +82,7 @@ typedef struct bg_job {
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
     bool profile, tune;
+    char *tune_out, *tune_table;
     bool special, ids, bos;
     char *text;
     bg_strings fields;

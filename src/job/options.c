@@ -149,6 +149,8 @@ const bg_option bg_options[] = {
      "poison and verify every op's output (slow; for proofs)"},
     {"eager", "enforce-eager", 0, BG_OPT_BOOL, F(eager), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
      "GPU: launch every op by itself instead of decode steps as graphs (slower, the same tokens)"},
+    {"tune-table", NULL, 0, BG_OPT_PATH, F(tune_table), NULL, ANY, NULL, ENGINE, true, NULL, "FILE",
+     "GPU: multiply linears as bench --tune-out found it fastest; the same results"},
     {"pin-threads", NULL, 0, BG_OPT_BOOL, F(pin_threads), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
      "bind compute threads to processors"},
     {"cpu-isa", NULL, 0, BG_OPT_STR, F(isa), NULL, ANY, NULL, ENGINE, true, NULL, "NAME",
@@ -189,6 +191,8 @@ const bg_option bg_options[] = {
      "time, bytes and FLOPs by op and by kind, and their share of what the device can do"},
     {"tune", NULL, 0, BG_OPT_BOOL, F(tune), NULL, ANY, NULL, BENCH, false, NULL, NULL,
      "GPU: try how each linear is multiplied fastest, print that, and measure with it"},
+    {"tune-out", NULL, 0, BG_OPT_PATH, F(tune_out), NULL, ANY, NULL, BENCH, false, NULL, "FILE",
+     "write what --tune finds to FILE, for --tune-table"},
 
     {"commit-bytes", NULL, 0, BG_OPT_SIZE, F(commit_bytes), NULL, 1, 1e12, "512KiB", RUN, true,
      "Output and messages", "SIZE", "commit after this much text"},

@@ -266,6 +266,7 @@ void bg_rank_config_fill(bg_rank_config *c, const bg_job *job, const bg_memory_p
                           .isa = job->isa,
                           .n_blocks = p->n_blocks,
                           .block_tokens = p->block_tokens,
+                          .tune_table = job->tune_table,
                           .max_num_seqs = p->max_num_seqs,
                           .max_step_tokens = p->max_step_tokens,
                           .max_model_len = p->max_model_len};

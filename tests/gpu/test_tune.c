@@ -1,6 +1,8 @@
 /* tests/gpu/test_tune.c - picked shapes: used, never seen in a result, and what tuning reports. */
 #include "gpu.h"
 
+#include <unistd.h>
+
 #include "backend/cuda/cuda.h"
 #include "backend/cuda/tune_table.h"
 
@@ -163,6 +165,48 @@ Test(tune, reports_and_picks, .timeout = 60)
     }
     free(t.rows);
     bg_backend_free(&f.c->base);
+}
+
+/* A table from a file comes first, for linears loaded after it; wrong ones say where. */
+Test(tune, table_from_a_file)
+{
+    NEEDS_GPU();
+    static const struct {
+        const char *text, *wrong;
+    } list[] = {
+        {"{\"rows\": []}", NULL},
+        {"{\"rows\": [{\"tiles\": 4, \"chunks\": 16, \"parts\": 2, \"formats\": 1, \"from\": 33, "
+         "\"shape\": \"64x4\", \"us\": 1.5}]}",
+         NULL},
+        {"{\"rows\": 3}", "rows"},
+        {"[", "expected"},
+        {"{\"rows\": [{\"tiles\": 4}]}", "rows[0]"},
+        {"{\"rows\": [{\"tiles\": 4, \"chunks\": 16, \"parts\": 2, \"formats\": 1, \"from\": 34, "
+         "\"shape\": \"64x4\"}]}",
+         "from"},
+        {"{\"rows\": [{\"tiles\": 4, \"chunks\": 16, \"parts\": 2, \"formats\": 1, \"from\": 33, "
+         "\"shape\": \"64x9\"}]}",
+         "shape"},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        char path[] = "/tmp/batchgen_tune_XXXXXX";
+        const int fd = mkstemp(path);
+        cr_assert(fd >= 0 && write(fd, list[i].text, strlen(list[i].text)) > 0);
+        close(fd);
+        bg_cuda *c = backend(BG_COMPUTE_NATIVE);
+        bg_error err = {0};
+        const bg_status st = bg_cuda_picks_read(c, path, &err);
+        unlink(path);
+        cr_expect_eq(st, list[i].wrong ? BG_ARG : BG_OK, "%zu: %s", i, err.text);
+        if (list[i].wrong) cr_expect(strstr(err.text, list[i].wrong), "%s", err.text);
+        if (i == 1 && c->tiled) {
+            const bg_linear *l = linear(c, "a", BGK_Q4_K, 200, 1024, false);
+            for (int k = 0; k < BGK_TOKEN_CLASSES; k++)
+                cr_expect_eq(l->tiles.shape[k], k == 3 ? 1 + BGK_64X4 : 0);
+            loaded(c);
+        }
+        bg_backend_free(&c->base);
+    }
 }
 
 Test(tune, nothing_to_choose)

@@ -28,6 +28,7 @@ static void cuda_free(bg_backend *b)
         free(c->embeddings[i]);
     free(c->embeddings);
     bg_cuda_profile_free(c);
+    free(c->picks);
     bg_cuda_comm_free(c);
     bg_cuda_fault_free(c);
     bg_cuda_fast_free(c);
@@ -120,6 +121,7 @@ bg_status bg_cuda_backend_new(bg_backend **b, const bg_backend_config *config, i
     if (!st) st = bg_cuda_comm_new(c, err);
     if (!st) st = bg_cuda_fault_new(c, err);
     if (!st) st = bg_cuda_sampling_new(c, err);
+    if (!st && c->tiled && config->tune_table) st = bg_cuda_picks_read(c, config->tune_table, err);
     if (st) {
         cuda_free(&c->base);
         return st;

@@ -122,6 +122,9 @@ typedef struct bg_cuda {
         size_t parts_bytes;
     } att;
 
+    struct bg_cuda_pick *picks; /* picks.c: [n_picks] of a tune table */
+    int n_picks;
+
     struct bg_cuda_profile *profile; /* profile.c; NULL: nothing was timed yet */
     struct bg_cuda_comm *ranks;      /* comm.c: collectives; NULL: the only rank */
     struct bg_cuda_fault *fault;     /* fault.c; NULL: none is asked for */
@@ -278,6 +281,10 @@ void bg_cuda_fault_free(bg_cuda *c);
 /* tune.c */
 void bg_cuda_pick_shapes(const bg_cuda *c, bgk_weights *w); /* those of the table */
 bg_status bg_cuda_tune(bg_backend *b, bg_tune *report, bg_error *err);
+
+/* picks.c. A tune table, before the linears are loaded; it is freed with c. */
+bg_status bg_cuda_picks_read(bg_cuda *c, const char *path, bg_error *err);
+int bg_cuda_picked(const bg_cuda *c, const bgk_weights *w, int token_class); /* as table_pick() */
 
 /* profile.c */
 void bg_cuda_op_begin(bg_backend *b, int kind);

@@ -25,9 +25,12 @@ void bg_cuda_pick_shapes(const bg_cuda *c, bgk_weights *w)
 {
     int sms = 0;
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, c->device);
-    for (int i = 0; sms == TABLE_SMS && i < BGK_TOKEN_CLASSES; i++)
-        w->shape[i] =
-            (uint8_t)bg_cuda_table_pick(w->n_tiles, w->n_chunks, w->splits, w->formats, i);
+    for (int i = 0; i < BGK_TOKEN_CLASSES; i++) {
+        int pick = bg_cuda_picked(c, w, i);
+        if (!pick && sms == TABLE_SMS)
+            pick = bg_cuda_table_pick(w->n_tiles, w->n_chunks, w->splits, w->formats, i);
+        w->shape[i] = (uint8_t)pick;
+    }
 }
 
 typedef struct tuner {
@@ -187,6 +190,7 @@ static bg_status try_shapes(tuner *t, int splits, int tokens, bgk_shape before, 
         *best = (bgk_shape)s;
         *us = this_us;
     }
+    if (!isfinite(*before_us)) *before_us = *us;
     return st;
 }
 
@@ -230,7 +234,7 @@ static bg_status advise(tuner *t, bg_tune_row *r, bg_error *err)
                             &unused, err);
             if (!st) put_name(r->part_best[i], best);
         }
-        if (!st) r->part_us[i] = us;
+        if (!st && isfinite(us)) r->part_us[i] = us;
     }
     return st;
 }
@@ -248,6 +252,9 @@ static bg_status tune_class(tuner *t, size_t first, int token_class, bg_tune *re
     bg_tune_row *r = &report->rows[report->n];
     *r = (bg_tune_row){.n_linears = t->n_same,
                        .parts = l->tiles.splits,
+                       .tiles = l->tiles.n_tiles,
+                       .chunks = l->tiles.n_chunks,
+                       .formats = (int)l->tiles.formats,
                        .from = from,
                        .to = smaller(bgk_class_most(token_class), most),
                        .bytes = (double)l->w_bytes};

@@ -347,6 +347,9 @@ class Look(unittest.TestCase):
         self.assertEqual([r["batch"] for r in rows], [1, 2])
         self.assertTrue(all(r["decode_tokens_per_second"] > 0 for r in rows))
         batchgen("bench", "-m", MODEL, "--batch", "2", "-p", "16", "-g", "4", "--tp", "2")
+        for wrong in (["--tune", "--device", "cpu"], ["--tune", "--tp", "2"], ["--tune-out", "x"]):
+            _, message = batchgen("bench", "-m", MODEL, *wrong, code=64)
+            self.assertIn(b"--tune", message)
 
     def test_help_and_schema(self):
         for c in ("run", "check", "inspect", "bench", "tokenize", "render"):

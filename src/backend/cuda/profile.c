@@ -95,7 +95,9 @@ void bg_cuda_profile_free(bg_cuda *c)
 void bg_cuda_linear_cost(const bg_backend *b, const bg_linear *l, int64_t n_rows, bg_cost *cost)
 {
     (void)b;
-    cost->bytes = (double)l->w_bytes;
+    cost->bytes = bg_cuda_fast_serves(l, NULL, (int)n_rows)
+                      ? (double)l->n_rows * l->k_padded * sizeof(uint16_t)
+                      : (double)l->w_bytes;
     cost->flops = 2.0 * (double)n_rows * (double)l->n_weights;
 }
 

@@ -323,8 +323,8 @@ typedef struct bg_ops {
     /* What the device can do in a second, measured where that is quick; 0: not known. NULL: the
      * host's memory. */
     void (*roofs)(bg_backend *b, bg_cost *per_second);
-    /* NULL: there is nothing to choose. Once all weights are loaded, before prepare(): tries how each
-     * linear is multiplied fastest and does so from then on; the same results. */
+    /* NULL: there is nothing to choose. Once all weights are loaded, before prepare(): tries how
+     * each linear is multiplied fastest and does so from then on; the same results. */
     bg_status (*tune)(bg_backend *b, bg_tune *report, bg_error *err);
 } bg_ops;
 

@@ -45,7 +45,7 @@ typedef struct bg_rank_config { /* plain data and strings that outlive the ranks
     int max_step_tokens;        /* rows of the largest step */
     int max_model_len;
     const char *tune_table; /* GPU: shapes of linears; NULL: none */
-    size_t max_message; /* bytes of the largest message in a ring; 0: computed */
+    size_t max_message;     /* bytes of the largest message in a ring; 0: computed */
 } bg_rank_config;
 
 /* What a rank process runs. The real one is bg_rank_ops_model; tests put a fake in its place. All

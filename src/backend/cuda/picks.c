@@ -37,9 +37,9 @@ bg_status bg_cuda_picks_read(bg_cuda *c, const char *path, bg_error *err)
     bg_status st = BG_OK;
     if (!json_is_array(rows) || n > INT32_MAX)
         st = bg_fail(err, BG_ARG, "%s: no array \"rows\", as bench --tune-out writes it", path);
-    if (!st && !(c->picks = calloc(n + 1, sizeof *c->picks)))
-        st = bg_fail(err, BG_NOMEM, "%s: out of memory", path);
-    for (size_t i = 0; !st && i < n; i++) {
+    c->picks = st ? NULL : calloc(n + 1, sizeof *c->picks);
+    if (!st && !c->picks) st = bg_fail(err, BG_NOMEM, "%s: out of memory", path);
+    for (size_t i = 0; !st && c->picks && i < n; i++) {
         const char *wrong = read_pick(json_array_get(rows, i), &c->picks[i]);
         if (wrong) st = bg_fail(err, BG_ARG, "%s: rows[%zu]: %s", path, i, wrong);
         if (!wrong) c->n_picks++;

@@ -103,7 +103,7 @@ static cudaError_t call(tuner *t, int splits, int tokens, bgk_shape shape)
 {
     const bg_linear *l = t->same[t->turn];
     bgk_weights w = l->tiles;
-    t->turn = (t->turn + 1) % t->n_turns;
+    if (++t->turn >= t->n_turns) t->turn = 0;
     w.splits = splits;
     const bgk_out out = {is_head(t->c, l) ? (void *)t->c->logits : t->out,
                          w.n_ff ? BGK_TILES : BGK_ROWS, w.n_ff ? t->stride : l->n_rows};

@@ -6,13 +6,14 @@
  *   layout    K and V are mma's A, 16 keys (16 dims) tall, query heads its 8 columns: S and O are
  *             transposed, and eight heads cost one mma
  *   memory    where there is enough to do, a block takes the same units of H = 2 or 4 KV heads,
- *             which lie beside each other in the cache: long runs, fewer pages at a time. Warp w
- * has KV head w % H, and every (4 / H)-th unit from w / H on: they come in steps of 16 keys, K's
- * four and then V's, through its own ring of STAGES, which are taken by twos order attention.cuh.
- * The item's running (m, l, O) lies in shared memory and goes from the warp of a unit to that of
- * the next. Splits: units' own go to `parts`, and the block that is done last merges them; so
- * splits change no bit spread    where items and heads are fewer than the GPU takes, long items are
- * split proof     tests/gpu/test_attention.c */
+ *             which lie beside each other in the cache: long runs, few pages at a time. Warp w
+ *             has KV head w % H, and every (4 / H)-th unit from w / H on: they come in steps of
+ *             16 keys, K's four and then V's, through its own ring of STAGES, taken by twos
+ *   order     attention.cuh. The item's running (m, l, O) lies in shared memory and takes the
+ *             warps' units in by turns. Splits: units' own go to `parts`, and the block that is
+ *             done last merges them; so splits change no bit
+ *   spread    where items and heads are fewer than the GPU takes, long items are split
+ *   proof     tests/gpu/test_attention.c */
 #include "attention.cuh"
 
 namespace
@@ -57,18 +58,6 @@ __device__ unit_range units_of(const single_args &a, const bgk_item &item)
     u.each = splits > 1 ? (n + splits - 1) / splits : n;
     u.splits = (n + u.each - 1) / u.each;
     return u;
-}
-
-/* From one warp to the next: both meet at the barrier of the latter's number. Numbers stand in the
- * code, so that a block has no more barriers than these. */
-template <int W = 0> __device__ inline void hand_over(int to)
-{
-    if constexpr (W < WARPS) {
-        if (to == W)
-            asm volatile("bar.sync %0, 64;" ::"n"(1 + W) : "memory");
-        else
-            hand_over<W + 1>(to);
-    }
 }
 
 /* B operand of q for all steps of 16 dims; heads from n on are 0. */
@@ -341,7 +330,7 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     const unit_range u = units_of(a, item);
     if (split >= u.splits) return;
     const int begin = u.begin + split * u.each;
-    const int end = rows > 0 ? min(u.end, begin + u.each) : begin;
+    const int end = min(u.end, begin + u.each);
 
     const int pos = item.pos0, keys_end = pos + 1;
     const int seen = h.window && pos >= h.window ? pos - h.window + 1 : 0;
@@ -357,7 +346,7 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
                                      at.take(keys, coming * BGK_UNIT, lane);
                                      at.look_up(keys, (coming + phases) * BGK_UNIT, keys_end, lane);
                                  }
-                                 if (coming < end)
+                                 if (coming < end && rows > 0)
                                      att_load<T, D, S::KEYS>(
                                          ring + step % STAGES * S::STEP, keys, step >= 4,
                                          at.row[step % 4 / 2], step % 2 * 16, 0,
@@ -375,85 +364,94 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     uint32_t q[D / 16][N][2];
     load_q<T, D, N>(q, a.a, item.row0, head0, rows, lane);
 
-    for (int unit = begin + phase; unit < end; unit += phases) {
-        float s[4][N][4] = {}, m[N][2], l[N][2], o[D / 16][N][4] = {};
+    for (int round = begin; round < end; round += phases) {
+        const int unit = round + phase;
+        const bool works = unit < end && rows > 0;
+        float m[N][2], l[N][2], o[D / 16][N][4] = {};
+        if (works) {
+            float s[4][N][4] = {};
 #pragma unroll
-        for (int two = 0; two < 4; two += 2) {
-            ptx_copy_wait<STAGES - 2>();
-            __syncwarp();
-            const uint32_t steps = ring + two % STAGES * S::STEP;
+            for (int two = 0; two < 4; two += 2) {
+                ptx_copy_wait<STAGES - 2>();
+                __syncwarp();
+                const uint32_t steps = ring + two % STAGES * S::STEP;
 #pragma unroll
-            for (int ks = 0; ks < D / 16; ks++)
+                for (int ks = 0; ks < D / 16; ks++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    uint32_t k[4];
-                    keys_operand<T, D>(k, steps + i * S::STEP, ks, lane);
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        att_mma<T>(s[two + i][j], k, q[ks][j][0], q[ks][j][1]);
-                }
-            if constexpr (S::Q8)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float by = scale_of<T, D>(steps + i * S::STEP, e / 2, lane);
+                    for (int i = 0; i < 2; i++) {
+                        uint32_t k[4];
+                        keys_operand<T, D>(k, steps + i * S::STEP, ks, lane);
 #pragma unroll
                         for (int j = 0; j < N; j++)
-                            s[two + i][j][e] = __fmul_rn(s[two + i][j][e], by);
+                            att_mma<T>(s[two + i][j], k, q[ks][j][0], q[ks][j][1]);
                     }
-            __syncwarp();
-            issue((two + STAGES) % 8);
-            issue((two + 1 + STAGES) % 8);
-        }
-        const int lo = seen - unit * BGK_UNIT, hi = pos - unit * BGK_UNIT;
-        softmax<N>(s, m, l, scaling, lo > 0 || hi < BGK_UNIT - 1, lo, hi, lane);
+                if constexpr (S::Q8)
 #pragma unroll
-        for (int two = 0; two < 4; two += 2) {
-            ptx_copy_wait<STAGES - 2>();
-            __syncwarp();
-            const uint32_t steps = ring + (two + 4) % STAGES * S::STEP;
+                    for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                uint32_t p[N][2];
+                        for (int e = 0; e < 4; e++) {
+                            const float by = scale_of<T, D>(steps + i * S::STEP, e / 2, lane);
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float by = 1;
-                    if constexpr (S::Q8)
-                        by = __fmul_rn(scale_of<T, D>(steps + i * S::STEP, e, lane), ATT_RAISE);
-#pragma unroll
-                    for (int j = 0; j < N; j++) {
-                        float x = s[two + i][j][2 * e], y = s[two + i][j][2 * e + 1];
-                        if constexpr (S::Q8) {
-                            x = __fmul_rn(x, by);
-                            y = __fmul_rn(y, by);
+                            for (int j = 0; j < N; j++)
+                                s[two + i][j][e] = __fmul_rn(s[two + i][j][e], by);
                         }
-                        p[j][e] = att_transposed(att_pack<T>(x, y));
-                    }
-                }
-                add_values<T, D, N>(o, p, steps + i * S::STEP, lane);
+                __syncwarp();
+                issue((two + STAGES) % 8);
+                issue((two + 1 + STAGES) % 8);
             }
-            __syncwarp();
-            issue((two + 4 + STAGES) % 8);
-            issue((two + 5 + STAGES) % 8);
+            const int lo = seen - unit * BGK_UNIT, hi = pos - unit * BGK_UNIT;
+            softmax<N>(s, m, l, scaling, lo > 0 || hi < BGK_UNIT - 1, lo, hi, lane);
+#pragma unroll
+            for (int two = 0; two < 4; two += 2) {
+                ptx_copy_wait<STAGES - 2>();
+                __syncwarp();
+                const uint32_t steps = ring + (two + 4) % STAGES * S::STEP;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    uint32_t p[N][2];
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        float by = 1;
+                        if constexpr (S::Q8)
+                            by = __fmul_rn(scale_of<T, D>(steps + i * S::STEP, e, lane), ATT_RAISE);
+#pragma unroll
+                        for (int j = 0; j < N; j++) {
+                            float x = s[two + i][j][2 * e], y = s[two + i][j][2 * e + 1];
+                            if constexpr (S::Q8) {
+                                x = __fmul_rn(x, by);
+                                y = __fmul_rn(y, by);
+                            }
+                            p[j][e] = att_transposed(att_pack<T>(x, y));
+                        }
+                    }
+                    add_values<T, D, N>(o, p, steps + i * S::STEP, lane);
+                }
+                __syncwarp();
+                issue((two + 4 + STAGES) % 8);
+                issue((two + 5 + STAGES) % 8);
+            }
+            if constexpr (S::Q8)
+#pragma unroll
+                for (int i = 0; i < D / 16; i++)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            o[i][j][e] = __fmul_rn(o[i][j][e], 1.0f / ATT_RAISE);
         }
-        if constexpr (S::Q8)
-#pragma unroll
-            for (int i = 0; i < D / 16; i++)
-#pragma unroll
-                for (int j = 0; j < N; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        o[i][j][e] = __fmul_rn(o[i][j][e], 1.0f / ATT_RAISE);
         if (u.splits > 1) {
-            put_part<S::Q8, D, N>(a, (int64_t)(item.n + unit) * h.n_heads + head0, rows, o, m, l,
-                                  lane);
+            if (works)
+                put_part<S::Q8, D, N>(a, (int64_t)(item.n + unit) * h.n_heads + head0, rows, o, m,
+                                      l, lane);
             continue;
         }
-        if (phases > 1 && unit > begin) hand_over(warp);
-        merge<D, N>(state, a.columns, unit == begin, o, m, l, lane);
-        __syncwarp();
-        if (phases > 1 && unit + 1 < end) hand_over((warp + a.kv_heads) % WARPS);
+        for (int turn = 0; turn < phases; turn++) {
+            if (turn == phase && works) merge<D, N>(state, a.columns, unit == begin, o, m, l, lane);
+            if (phases > 1)
+                __syncthreads();
+            else
+                __syncwarp();
+        }
     }
     const att_group group0 = att_group_of(h, kv0), group1 = att_group_of(h, kv0 + a.kv_heads - 1);
     const int first = group0.first + tile % a.q_tiles * 16; /* query heads of the block */
@@ -472,10 +470,7 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
         if (!*last) return;
         combine<D>(a, item, u, first, end_head - first);
     } else {
-        if (phases > 1)
-            __syncthreads();
-        else
-            __syncwarp();
+        __syncthreads();
         const float2 *ml_of = (const float2 *)(state + D / 16 * a.columns * 8);
         for (int i = phase * 32 + lane; i < rows * (D / 2); i += phases * 32) {
             const int row = i / (D / 2), at2 = i % (D / 2), head = head0 + row;
@@ -498,16 +493,34 @@ __global__ void __launch_bounds__(BLOCK, single_shape<T, D, N>::FIT) attend_sing
     fill_last_group(a.out, item.row0, end_head - 1, h.n_heads, D, threadIdx.x, BLOCK);
 }
 
+/* Shared memory of a block, so much that no processor takes more than `each` of few blocks, while
+ * others idle: started early, they go where the kernel before leaves room. */
+int spread_evenly(int bytes, int each)
+{
+    int device = 0, room = 0, most = 0;
+    if (each > 2 || cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) !=
+            cudaSuccess ||
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+            cudaSuccess)
+        return bytes;
+    const int enough = room / (each + 1); /* with what the system takes of each, it is too much */
+    return enough > bytes && enough <= most ? enough : bytes;
+}
+
 template <typename T, int D, int N>
 cudaError_t launch_rows(single_args a, int n, int n_sms, cudaStream_t stream)
 {
     using L = single_shape<T, D, N>;
-    const int kv = a.a.cache.n_kv_heads;
-    a.kv_heads = a.q_tiles > 1 || n * kv <= 2 * n_sms ? 1 : kv % 4 == 0 ? 4 : kv % 2 == 0 ? 2 : 1;
+    const int kv = a.a.cache.n_kv_heads, enough = n_sms + n_sms / 2;
+    a.kv_heads = 1;
+    for (int more = 4; more > 1 && a.q_tiles == 1 && a.kv_heads == 1; more /= 2)
+        if (kv % more == 0 && n * kv / more >= enough) a.kv_heads = more;
     const int tiles = kv / a.kv_heads * a.q_tiles, blocks = n * tiles;
     const int splits = a.parts_cap && blocks <= COUNTERS ? L::FIT * n_sms / blocks : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
-    const int bytes = WARPS * L::RING + a.kv_heads * state_bytes<D>(a.columns);
+    const int bytes = spread_evenly(WARPS * L::RING + a.kv_heads * state_bytes<D>(a.columns),
+                                    (blocks * a.splits + n_sms - 1) / n_sms);
     const cudaError_t e = att_shared_memory(attend_single<T, D, N>, bytes);
     if (e != cudaSuccess) return e;
     return launch_after(attend_single<T, D, N>, dim3((unsigned)(tiles * a.splits), (unsigned)n),

@@ -148,7 +148,7 @@ $(BUILD)/one/test_%: $(BUILD)/one/tests/gpu/test_%.o $(BUILD)/one/tests/tsan/mai
 $(BUILD)/one/golden: $(BUILD)/one/tests/unit/model/test_golden.o $(BUILD)/one/tests/tsan/main.o $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a) $(CUDA_LIB)
 	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $(filter %.o,$^) -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
 	@ln -sf ../libbatchgen_cuda.so $(BUILD)/one/
-SANITIZED := $(patsubst tests/gpu/%.c,$(BUILD)/one/%,$(filter-out %/test_comm.c,$(sort $(wildcard tests/gpu/test_*.c)))) $(BUILD)/one/golden $(BUILD)/batchgen
+SANITIZED := $(patsubst tests/gpu/%.c,$(BUILD)/one/%,$(filter-out %/test_comm.c %/test_fast.c,$(sort $(wildcard tests/gpu/test_*.c)))) $(BUILD)/one/golden $(BUILD)/batchgen
 sanitize-tests: $(SANITIZED)
 sanitize: sanitize-tests
 	@BUILD=$(BUILD) tests/gpu/sanitize.sh

@@ -28,7 +28,8 @@ typedef enum bgk_type { BGK_F32, BGK_F16, BGK_BF16, BGK_Q8 } bgk_type;
  * piece p of those 64 places lies at piece p ^ (t % 8), against bank conflicts. `stride` is a
  * multiple of 256; the memory is 1024-byte aligned; columns that fill up the last group are 0.
  * Values are saturated at +-65504, NaN stays. See tiles.cuh.
- * BGK_HALF_ROWS: as BGK_ROWS, of 16-bit floats: queries, as attention on tensor cores reads them. */
+ * BGK_HALF_ROWS: as BGK_ROWS, of 16-bit floats: queries, as attention on tensor cores reads them.
+ */
 typedef enum bgk_layout { BGK_ROWS, BGK_TILES, BGK_HALF_ROWS } bgk_layout;
 typedef struct bgk_out { /* what a kernel writes */
     void *data;
@@ -50,8 +51,8 @@ cudaError_t bgk_gather_ids(int32_t *ids, const int32_t *history, int64_t stride,
 /* out[t,:] = scale * table[ids[t],:]; table [vocab, cols] of type F32 or F16. */
 cudaError_t bgk_embed(float *out, int64_t out_cols, const void *table, bgk_type type,
                       const int32_t *ids, float scale, int rows, int cols, cudaStream_t stream);
-/* out = rms_norm(x) * w, in either layout; with y not NULL: x += y first. out == x is allowed without
- * y, as rows of the same stride. cols >= 1. */
+/* out = rms_norm(x) * w, in either layout; with y not NULL: x += y first. out == x is allowed
+ * without y, as rows of the same stride. cols >= 1. */
 cudaError_t bgk_rms_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
                          int64_t y_cols, const float *w, float eps, int rows, int cols,
                          cudaStream_t stream);
@@ -72,8 +73,8 @@ cudaError_t bgk_gather(float *out, int64_t out_cols, const float *x, int64_t x_c
 cudaError_t bgk_softcap(float *x, int64_t n, float cap, cudaStream_t stream);
 /* NaN in the first `rows` rows, BGK_TILES: filling columns too. */
 cudaError_t bgk_poison(const bgk_out *x, int64_t rows, int64_t cols, cudaStream_t stream);
-/* *bad = the smallest row * C + col that is not finite (unchanged if all are); C is cols, BGK_TILES:
- * a multiple of 64, for filling columns are searched too. */
+/* *bad = the smallest row * C + col that is not finite (unchanged if all are); C is cols,
+ * BGK_TILES: a multiple of 64, for filling columns are searched too. */
 cudaError_t bgk_find_bad(unsigned long long *bad, const bgk_out *x, int64_t rows, int64_t cols,
                          cudaStream_t stream);
 
@@ -91,6 +92,7 @@ cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type typ
                        const float *bias, const float *x, int64_t x_cols, int tokens, int n_rows,
                        int k, int k_padded, void *scratch, cudaStream_t stream);
 
+/* clang-format off */
 /* ---- repack.cu, matmul.cu: quantised weights on Hopper's tensor cores ---------------------------
  * A weight tile is 64 output rows; it is stored as ceil(k / 64) chunks of 64 columns one after
  * another, each of bgk_chunk_bytes(format). A chunk is laid out for 128 threads, thread 32 w + lane
@@ -126,6 +128,7 @@ cudaError_t bgk_linear(float *out, int64_t out_cols, const void *w, bgk_type typ
  * A linear's tiles: those of its first part, then of the next; each part is filled up to whole tiles
  * by itself. glu: gate and up in one: tile T holds n = 64 (T / 2) + 4 (4 (T % 2) + w) + (q < 4 ? q :
  * 28 + q), q 0..7: of column n, row 16 w + q is gate's and row 16 w + 8 + q up's row. */
+/* clang-format on */
 typedef enum bgk_format { BGK_W4, BGK_W5, BGK_W6, BGK_W8, BGK_W16, BGK_FORMATS } bgk_format;
 
 static inline int bgk_chunk_bytes(bgk_format f)
@@ -144,8 +147,8 @@ typedef struct bgk_wtile {
 
 typedef struct bgk_weights {
     const bgk_wtile *tiles;        /* on the device, [n_tiles] */
-    const float *row_scale, *bias; /* on the device, [n_tiles * 64], in the order of the tiles' rows;
-                                      row_scale = 2^e, bias NULL: none */
+    const float *row_scale, *bias; /* on the device, [n_tiles * 64], in the order of the tiles'
+                                      rows; row_scale = 2^e, bias NULL: none */
     int n_tiles, n_chunks;         /* n_chunks = ceil(k / 64) */
     int splits;       /* 1, 2 or 4: K is summed in so many parts, then these in order */
     unsigned formats; /* bit f: some tile has format f */
@@ -189,31 +192,38 @@ typedef enum bgk_block {
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-static inline bgk_format bgk_format_of(int type)
+    static inline bgk_format
+    bgk_format_of(int type)
 {
     switch (type) {
     case BGK_Q4_0:
     case BGK_Q4_1:
-    case BGK_Q4_K: return BGK_W4;
+    case BGK_Q4_K:
+        return BGK_W4;
     case BGK_Q5_0:
     case BGK_Q5_1:
-    case BGK_Q5_K: return BGK_W5;
+    case BGK_Q5_K:
+        return BGK_W5;
     case BGK_Q3_K:
-    case BGK_Q6_K: return BGK_W6;
+    case BGK_Q6_K:
+        return BGK_W6;
     case BGK_Q8_0:
     case BGK_IQ4_NL:
     case BGK_IQ4_XS:
-    case BGK_MXFP4: return BGK_W8;
+    case BGK_MXFP4:
+        return BGK_W8;
     case BGK_GGUF_F32:
     case BGK_GGUF_F16:
-    case BGK_GGUF_BF16: return BGK_W16;
-    default: return BGK_FORMATS;
+    case BGK_GGUF_BF16:
+        return BGK_W16;
+    default:
+        return BGK_FORMATS;
     }
 }
 
 typedef struct bgk_source { /* rows as the file has them, on the device */
-    const void *rows;       /* the first column that is wanted, the start of a block, of the first */
-    int type;               /* bgk_block */
+    const void *rows; /* the first column that is wanted, the start of a block, of the first */
+    int type;         /* bgk_block */
     int n_rows;
     int64_t row_bytes; /* from one row to the next */
 } bgk_source;
@@ -232,8 +242,8 @@ cudaError_t bgk_random_blocks(void *blocks, int type, int64_t n_blocks, uint64_t
                               uint64_t block0, float std, cudaStream_t stream);
 
 /* ---- fast.cu: around library products of halves -------------------------------------------------
- * out[t, c] = x[t, c], halves [rows, stride], for c < cols, a multiple of 64. stride is a multiple of
- * 8, out 16-byte aligned. x: BGK_TILES. */
+ * out[t, c] = x[t, c], halves [rows, stride], for c < cols, a multiple of 64. stride is a multiple
+ * of 8, out 16-byte aligned. x: BGK_TILES. */
 cudaError_t bgk_tiles_to_rows(void *out, int64_t stride, const bgk_out *x, int rows, int cols,
                               cudaStream_t stream);
 /* out[t, i] = fn(x[t, i] + bias[i]) * (x[t, cols + i] + bias[cols + i]), i < cols; bias NULL: none.
@@ -271,9 +281,9 @@ typedef struct bgk_heads {
 
 /* qkv[t] = q heads, k heads, v heads. Norms (NULL: none) over each head's k_dim values, rotation by
  * pos * freq[i] (freq NULL: none) of the leading n_rot values, pairs (i, i + n_rot/2) if neox, else
- * (2i, 2i+1); cos and sin times mscale. q_out: [rows, n_heads * k_dim] floats, or with q_half 16-bit
- * floats: bf16 where the cache is, else half; q_cols of them from row to row. k_dim, v_dim <= 512,
- * multiples of 4. 16-bit and Q8 values saturate. A row at pos < 0 is left out. */
+ * (2i, 2i+1); cos and sin times mscale. q_out: [rows, n_heads * k_dim] floats, or with q_half
+ * 16-bit floats: bf16 where the cache is, else half; q_cols of them from row to row. k_dim, v_dim
+ * <= 512, multiples of 4. 16-bit and Q8 values saturate. A row at pos < 0 is left out. */
 cudaError_t bgk_rope_store(void *q_out, bool q_half, int64_t q_cols, const float *qkv,
                            int64_t qkv_cols, const bgk_cache *cache, const bgk_rows *r, int layer,
                            int n_heads, const float *q_norm, const float *k_norm, float eps,
@@ -306,8 +316,8 @@ typedef struct bgk_att { /* what both kernels take */
 } bgk_att;
 /* n items of one token each. Few of them are spread over n_sms processors through `parts`, room for
  * parts_bytes, zero before the first use: item i has pos / 64 + 1 parts, whose numbers begin at
- * items[i].n. An item whose parts have no room (n_heads * (v_dim + 2) floats each) is not spread. The
- * grid depends on n alone. */
+ * items[i].n. An item whose parts have no room (n_heads * (v_dim + 2) floats each) is not spread.
+ * The grid depends on n alone. */
 cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
                                  void *parts, size_t parts_bytes, int n_sms, cudaStream_t stream);
 cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
@@ -339,12 +349,12 @@ typedef struct bgk_sampled { /* the head of a bg_sampled */
     int32_t n_top;
 } bgk_sampled;
 
-typedef struct bgk_sample_args { /* all on the device */
-    float *logits;               /* [n_rows, vocab]; penalties and biases change them in place */
-    int n_rows, max_rows, vocab; /* vocab <= 2^21; scratch is for max_rows */
-    const int32_t *slot;         /* [n_rows]; < 0: nothing is read or written for the row */
-    const int32_t *len;          /* [n_rows] tokens in the slot's history */
-    const int32_t *generated;    /* [n_rows] the last of them, that were sampled */
+typedef struct bgk_sample_args {  /* all on the device */
+    float *logits;                /* [n_rows, vocab]; penalties and biases change them in place */
+    int n_rows, max_rows, vocab;  /* vocab <= 2^21; scratch is for max_rows */
+    const int32_t *slot;          /* [n_rows]; < 0: nothing is read or written for the row */
+    const int32_t *len;           /* [n_rows] tokens in the slot's history */
+    const int32_t *generated;     /* [n_rows] the last of them, that were sampled */
     const bgk_sampling *settings; /* [slots] */
     int32_t *history;             /* [slots, history_stride]; the token is put down at len */
     int64_t history_stride;
@@ -357,11 +367,12 @@ size_t bgk_sample_scratch(int max_rows, int vocab);
 /* A token for each row; what it is depends on the row's logits, settings and history alone. */
 cudaError_t bgk_sample(const bgk_sample_args *a, cudaStream_t stream);
 
-/* ---- comm.cu: around collectives ---------------------------------------------------------------- */
+/* ---- comm.cu: around collectives ----------------------------------------------------------------
+ */
 
 enum { BGK_MAX_RANKS = 64 };
-/* out[i] = parts[i] + parts[part + i] + parts[2 part + i] + ... over n_ranks parts, i < n. part >= n.
- * out may be one of the parts (element i is read and written by one thread). */
+/* out[i] = parts[i] + parts[part + i] + parts[2 part + i] + ... over n_ranks parts, i < n. part >=
+ * n. out may be one of the parts (element i is read and written by one thread). */
 cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ranks, int64_t n,
                           cudaStream_t stream);
 /* out[t, start_r + j] = in[r][t][j] for j < widths[r] (host), start_r the sum of the widths before;
@@ -369,10 +380,10 @@ cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ra
 cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
                              const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
 /* x = the sum over ranks in rank order, n <= BGK_PEER_FLOATS, n % 4 == 0, x 16-byte aligned: each
- * rank puts its values where the others read them. All ranks call it in the same order with the same
- * n; it waits on the device for the others, for ever if one never comes. */
+ * rank puts its values where the others read them. All ranks call it in the same order with the
+ * same n; it waits on the device for the others, for ever if one never comes. */
 enum { BGK_MAX_PEERS = 8, BGK_PEER_FLOATS = 1 << 17, BGK_PEER_BLOCKS = 32 };
-typedef struct bgk_peers {          /* by rank; [rank] is this one's own memory, the others' is mapped */
+typedef struct bgk_peers { /* by rank; [rank] is this one's own memory, the others' is mapped */
     float *data[BGK_MAX_PEERS];     /* [2, BGK_PEER_FLOATS] */
     uint32_t *flags[BGK_MAX_PEERS]; /* [BGK_PEER_BLOCKS, BGK_MAX_PEERS], zero at first */
     uint32_t *epoch;                /* own: [BGK_PEER_BLOCKS], zero at first */

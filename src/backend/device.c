@@ -54,8 +54,7 @@ bg_status bg_backend_new(bg_backend **b, int device, const bg_backend_config *co
     *b = NULL;
     if (device < 0 && config->dummy)
         return bg_fail(err, BG_ARG, "random weights (--load-format dummy) need a GPU");
-    if (device < 0 && config->fast_math)
-        return bg_fail(err, BG_ARG, "--fast-math needs a GPU");
+    if (device < 0 && config->fast_math) return bg_fail(err, BG_ARG, "--fast-math needs a GPU");
     if (device < 0) return bg_cpu_backend_new(b, config, err);
     new_fn make;
     void *library = open_library(err); /* stays for the life of the process */

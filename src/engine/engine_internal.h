@@ -1,4 +1,5 @@
-/* engine/engine_internal.h - knobs of the engine that only tests turn, and what replicas.c needs. */
+/* engine/engine_internal.h - knobs of the engine that only tests turn, and what replicas.c needs.
+ */
 #ifndef BG_ENGINE_ENGINE_INTERNAL_H
 #define BG_ENGINE_ENGINE_INTERNAL_H
 

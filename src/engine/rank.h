@@ -31,8 +31,8 @@ typedef struct bg_rank_slot {
     _Atomic uint64_t done, total;       /* bytes of weights loaded */
     _Atomic uint64_t memory;            /* bytes on the device */
     _Atomic int64_t device_work_ns, device_idle_ns;
-    bg_load_times load;                 /* stored before it is ready */
-    int64_t start_ns;                   /* how long all before took */
+    bg_load_times load; /* stored before it is ready */
+    int64_t start_ns;   /* how long all before took */
     bg_error err;
 } bg_rank_slot;
 

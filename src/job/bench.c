@@ -400,7 +400,7 @@ bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, b
                     .weight_bytes = m->desc.weight_bytes};
     int max_batch;
     bg_status st = parse_batches(b, job, &max_batch, err);
-    bg_memory_plan p;
+    bg_memory_plan p = {0};
     bg_job sized = *job; /* shallow: only numbers are changed */
     sized.max_num_seqs = max_batch > job->max_num_seqs ? max_batch : job->max_num_seqs;
     sized.max_model_len = b->prompt + b->gen + 2;

@@ -56,7 +56,8 @@ typedef struct bg_job {
     bool ignore_eos;
     bg_strings stop;
     /* engine */
-    int64_t tp, dp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, window;
+    int64_t tp, dp, threads, max_num_seqs, max_num_batched_tokens, max_model_len, block_size,
+        window;
     int64_t kv_cache_memory;       /* bytes over all ranks; 0: automatic */
     double gpu_memory_utilization; /* share of a GPU's memory */
     int kv_cache_type, compute, load_format;
@@ -159,9 +160,9 @@ typedef struct bg_memory_plan {
     bg_cache_type cache_type;
     /* Bytes of each rank (the first 8), as its device stores them; activations: and all else. */
     uint64_t weights[8], kv[8], activations[8];
-    uint64_t budget; /* GPU: what a rank may use of its device; 0: CPU */
-    uint64_t kv_bytes_per_token;                /* all ranks of a replica */
-    uint64_t total;                             /* of all replicas */
+    uint64_t budget;             /* GPU: what a rank may use of its device; 0: CPU */
+    uint64_t kv_bytes_per_token; /* all ranks of a replica */
+    uint64_t total;              /* of all replicas */
 } bg_memory_plan;
 
 /* From options, model and free memory to numbers. BG_ARG: it cannot fit; the text says what would.

@@ -137,8 +137,8 @@ struct bg_model {
     bg_linear *head;
     int64_t *rank_rows; /* rows of the head on each rank */
     bg_load_times load_times;
-    float *freq[2];     /* of rope[0], rope[1] */
-    bg_rope rope[2];    /* without and with a window */
+    float *freq[2];  /* of rope[0], rope[1] */
+    bg_rope rope[2]; /* without and with a window */
     struct {
         bg_act x; /* the residual stream */
         bg_act h; /* normed x: what a branch reads */

@@ -236,7 +236,8 @@ static bg_status prove_peers(bg_cuda *c, bg_error *err)
     if (!st)
         st = bg_cuda_done(err, cudaMemcpy(host, x, 2 * N * sizeof *x, cudaMemcpyDeviceToHost),
                           "peers");
-    bool good = !st && memcmp(host, host + N, N * sizeof *x) == 0;
+    const void *mine = host, *others = host + N; /* bits, not values */
+    bool good = !st && memcmp(mine, others, N * sizeof *x) == 0;
     free(host);
     if (!st) st = all_agree(c, good, &good, err);
     if (!good) m->peers.n_ranks = 0;

@@ -133,7 +133,7 @@ static bg_status next_slot(bg_cuda *c, size_t bytes, slot **out, bg_error *err)
     *out = NULL;
     if (!c->loader) st = make_loader(c, err);
     struct bg_cuda_loader *l = c->loader;
-    if (st) return st;
+    if (st || !l) return st;
     if (bytes > l->slot_bytes) {
         for (int i = 0; !st && i < SLOTS; i++)
             st = wait_slot(l, &l->slots[i], err);
@@ -275,7 +275,7 @@ bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear
     }
     if (e == cudaSuccess) e = cudaEventRecord(s->copied, stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(c->stream, s->copied, 0);
-    for (int i = 0; i < f.n_parts; i++)
+    for (int i = 0; i < 2 && i < f.n_parts; i++)
         out[i] = (bgk_source){.rows = s->device + at[i],
                               .type = device_type(f.parts[i]->type),
                               .n_rows = (int)n,

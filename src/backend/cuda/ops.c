@@ -36,10 +36,10 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
     if (!st) st = fits(x, n_rows, w->n, "rms_norm", err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
-    return bg_cuda_done(err,
-                        bgk_rms_norm(&o, x->data, x->cols, NULL, 0, w->data, eps, n_rows,
-                                     (int)w->n, c->stream),
-                        "op rms_norm");
+    return bg_cuda_done(
+        err,
+        bgk_rms_norm(&o, x->data, x->cols, NULL, 0, w->data, eps, n_rows, (int)w->n, c->stream),
+        "op rms_norm");
 }
 
 bg_status bg_cuda_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)

@@ -151,7 +151,12 @@ static bg_status tables(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, co
         any = any || (spec->parts[i].bias && spec->parts[i].n_rows);
     bgk_wtile *tiles = calloc(n + 1, sizeof *tiles), *at = tiles;
     float *bias = calloc(n * TILE + 1, sizeof *bias), *b = bias;
-    bg_status st = tiles && bias ? BG_OK : bg_fail(err, BG_NOMEM, "%s: out of memory", spec->name);
+    if (!tiles || !bias) {
+        free(tiles);
+        free(bias);
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", spec->name);
+    }
+    bg_status st = BG_OK;
     const char *w = l->w;
     int64_t out0 = 0;
     for (int i = 0; !st && i < n_groups; i++) {

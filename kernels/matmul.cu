@@ -242,6 +242,13 @@ struct ring {
     }
 };
 
+/* The whole warp is done with a stage: what its lanes read comes before the copy that is next. */
+__device__ void give_back(uint32_t empty, int t)
+{
+    __syncwarp();
+    if (t % 32 == 0) mbar_arrive(empty);
+}
+
 /* acc += the warpgroup's RB tiles of 64 rows by N tokens, over chunks [0, n) of the ring. */
 template <bgk_format F, int N, int RB, int SC>
 __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
@@ -279,12 +286,12 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
                           t);
             }
             wgmma_wait<1>(); /* what went before is done: its registers and its stage are free */
-            if (i == 0 && last && t % 32 == 0) mbar_arrive(last);
+            if (i == 0 && last) give_back(last, t);
         }
         last = mine;
     }
     wgmma_wait<0>();
-    if (last && t % 32 == 0) mbar_arrive(last);
+    if (last) give_back(last, t);
     if (c0 == n) return;
     /* The rest, less than a stage, one chunk after another. */
     const uint32_t x = r.data + r.stage * a.stage_bytes;
@@ -302,7 +309,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
             wgmma_commit();
             wgmma_wait<0>();
         }
-    if (t % 32 == 0) mbar_arrive(r.empty + 8 * r.stage);
+    give_back(r.empty + 8 * r.stage, t);
     r.next(a.stages);
 }
 

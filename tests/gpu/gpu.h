@@ -68,6 +68,7 @@ static GPU_UNUSED void *poisoned(size_t bytes)
     void *p = NULL;
     CU(cudaMalloc(&p, bytes + 16));
     CU(cudaMemset(p, 0xff, bytes + 16));
+    CU(cudaDeviceSynchronize()); /* a stream that does not block may write there next */
     return p;
 }
 

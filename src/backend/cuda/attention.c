@@ -52,7 +52,9 @@ bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *
             err, cudaDeviceGetAttribute(&c->att.n_sms, cudaDevAttrMultiProcessorCount, c->device),
             "processors of the GPU");
         if (!st) st = bg_cuda_take(c, &c->att.parts, PARTS_BYTES, "attention", err);
-        if (!st) st = bg_cuda_done(err, cudaMemset(c->att.parts, 0, PARTS_BYTES), "attention");
+        if (!st)
+            st = bg_cuda_done(err, cudaMemsetAsync(c->att.parts, 0, PARTS_BYTES, c->stream),
+                              "attention");
     }
     if (!st) st = bg_steps_cache(&c->s, spec, err);
     if (!st) st = bg_cuda_step_new(c, err);

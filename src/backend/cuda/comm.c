@@ -192,6 +192,7 @@ static bg_status map_peers(bg_cuda *c, bg_error *err)
     bg_status st = bg_cuda_take(c, &own, 4 << 20, "collectives", err);
     if (!st) st = bg_cuda_done(err, cudaMemset(own, 0, 4 << 20), "collectives");
     if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "collectives");
+    if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "collectives");
     if (st) return st;
     bool good = cudaIpcGetMemHandle(&handle, own) == cudaSuccess;
     memcpy(in, &handle, sizeof in);

@@ -107,7 +107,7 @@ bg_status bg_cuda_act_input_new(bg_backend *b, bg_act *a, const char *name, int6
     if (st) return st;
     data += -(uintptr_t)data % 1024;
     /* Rows between those of a step and the stride are read too, by what multiplies whole tiles. */
-    st = bg_cuda_done(err, cudaMemset(data, 0, bytes), name);
+    st = bg_cuda_done(err, cudaMemsetAsync(data, 0, bytes, ((bg_cuda *)b)->stream), name);
     if (!st)
         *a = (bg_act){
             .data = data, .max_rows = max_rows, .cols = cols, .name = name, .layout = BGK_TILES};

@@ -46,6 +46,13 @@ static const struct {
       [9] = SHAPE(128X4)}},
     /* [6144, 4096], Q4_K */
     {96, 64, 2, W4, {[9] = SHAPE(64X2)}},
+    /* [4096, 4096] and [4096, 14336]: two token tiles of 32 on all multiprocessors beat one of 64
+     * on half of them (8.5 us against 10.0; 27.0 against 35.3, Q6_K 22.7 against 31.7) */
+    {64, 64, 2, W4, {[3] = SHAPE(32X1)}},
+    {64, 224, 2, W4, {[3] = SHAPE(32X1)}},
+    {64, 224, 2, W6, {[3] = SHAPE(32X1)}},
+    /* gate and up, [28672, 4096]: 98.4 us against 110.8 at 192 tokens, 398 against 408 at 1,024 */
+    {448, 64, 1, W4, {[6] = SHAPE(64X2), [10] = SHAPE(128X4)}},
 };
 
 int bg_cuda_table_pick(int n_tiles, int n_chunks, int splits, unsigned formats, int token_class)

@@ -249,7 +249,7 @@ bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear
         bytes += ((size_t)n * f.to_row[i] + 255) / 256 * 256;
     }
     bg_status st = next_slot(c, bytes, &s, err);
-    if (st) return st;
+    if (st || !s) return st;
     struct bg_cuda_loader *l = c->loader;
     cudaStream_t stream = c->config.dummy ? c->stream : l->stream;
     cudaError_t e = cudaSuccess;

@@ -64,6 +64,14 @@ static json_t *shard_name(const bg_job *job)
     return json_string(text);
 }
 
+/* What sums in another order is another backend: a GPU's tiled form differs from the plain one. The
+ * number is to change whenever its order does (how K is cut in parts: tune_table.c; units of keys).
+ */
+static const char *backend_name(const bg_memory_plan *p)
+{
+    return !p->gpu ? "cpu" : p->tiled ? "cuda, tiles 1" : "cuda";
+}
+
 json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memory_plan *p,
                         bg_error *err)
 {
@@ -74,7 +82,7 @@ json_t *bg_job_identity(const bg_job *job, const bg_text_model *m, const bg_memo
     set(o, "model", json_string(m->fingerprint));
     set(o, "served_model_name", json_string(m->name));
     set(o, "strict_model", json_boolean(job->strict_model));
-    set(o, "backend", json_string(p->gpu ? "cuda" : "cpu"));
+    set(o, "backend", json_string(backend_name(p)));
     set(o, "compute", json_string(job->compute == BG_COMPUTE_F32 ? "f32" : "native"));
     set(o, "kv_cache_dtype", json_string(cache_names[p->cache_type]));
     set(o, "tensor_parallel_size", json_integer(p->tp));

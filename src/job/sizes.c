@@ -94,15 +94,15 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     if (!n) return bg_fail(err, BG_ARG, "--device %s: %s", job->device, why);
 
     uint64_t need[BG_MAX_RANKS], kv_sum = 0, kv_most = 0;
-    const bool tiled = bg_gpu_tiled(&list[0], (bg_compute)job->compute);
-    if (job->fast_math && !tiled)
+    p->tiled = bg_gpu_tiled(&list[0], (bg_compute)job->compute);
+    if (job->fast_math && !p->tiled)
         return bg_fail(err, BG_ARG,
                        "--fast-math needs GPUs of compute capability 9.x and --compute native");
     set_limits(p, job, true);
     for (int i = 0; i < n; i++)
         list[i].free_bytes = bg_gpu_budget(&list[i], job->gpu_memory_utilization);
     for (int r = 0; r < p->tp; r++) {
-        bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, tiled);
+        bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, p->tiled);
         if (job->fast_math) {
             const bg_gpu_bytes more = bg_gpu_fast_sizes(m, p, &shards[r]);
             b.weights += more.weights;

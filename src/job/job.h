@@ -152,7 +152,7 @@ int bg_job_n_prompts(const bg_request *r);
 typedef struct bg_memory_plan {
     int gpu;                /* 0: the CPU; else 1 + the number of the first rank's GPU */
     int gpus[BG_MAX_RANKS]; /* the same of each rank, replica by replica */
-    char device[128];       /* its name */
+    char device[320];       /* its name */
     bool tiled;             /* the GPU's own form of linears: bg_gpu_tiled() */
     int tp, dp;             /* ranks of a replica, replicas; numbers below are of one of each */
     int threads_per_rank, max_num_seqs, max_model_len, block_tokens, n_blocks;

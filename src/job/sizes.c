@@ -118,7 +118,11 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     }
     bg_error own = {0};
     st = bg_devices_assign(&dp, &choice, list, n, p->tp, p->dp, need, &own);
-    if (st && choice.automatic && !job->fast_math) return BG_OK;
+    if (st && choice.automatic && !job->fast_math) { /* as if there were none, but not silently */
+        snprintf(p->device, sizeof p->device, "CPU (not on a GPU: %.280s)", own.text);
+        p->tiled = false;
+        return BG_OK;
+    }
     if (st)
         return bg_fail(err, st, "%s%s", own.text,
                        job->fast_math ? "; --fast-math takes 2 bytes a weight of it" : "");

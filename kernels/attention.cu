@@ -1,11 +1,14 @@
 /* kernels/attention.cu - attention in float32 over the paged cache, for what attention_single.cu
  * and attention_tiles.cu do not take: float32 caches (proofs) and unusual head sizes.
  *
- *   requires  k_dim and v_dim multiples of 4, at most 512; not Q8
- *   launch    a block of 128 (four warps) a row and query head; graph-capturable
- *   order     keys by 32 from position 0 on; chunk c is warp c % 4's; the four partial softmaxes
- * are merged in the order of the warps: set by the row's position and window alone proof
- * tests/unit/model/test_golden on a GPU: whole models; tests/gpu/test_attention.c */
+ * Requires: k_dim and v_dim multiples of 4, at most 512; not Q8.
+ *
+ * Launch: a block of 128 (four warps) a row and query head; graph-capturable.
+ *
+ * Order: keys by 32 from position 0 on; chunk c is warp c % 4's; the four partial softmaxes are
+ * merged in the order of the warps: set by the row's position and window alone.
+ *
+ * Proof: tests/unit/model/test_golden on a GPU (whole models); tests/gpu/test_attention.c. */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -1,14 +1,19 @@
 /* kernels/elementwise.cu - what is memory traffic and little else: embedding rows, norms,
  * additions, gated activations, row gathers; poison and its search.
  *
- *   requires  what bgk.h says; rows <= 2^31 - 1. 16-byte loads and stores where pointers, strides
- * and columns allow them, single values where not: the same results launch    norm_rows: one block
- * a row, of up to 512 threads, which keep the row in registers up to 16384 columns (beyond that it
- * is read twice); others: blocks of 1024 columns of a row. Graph-capturable; they may start before
- * the kernel before them has ended order     a norm's squares are summed in f32, each thread its
- * pieces of 8 columns one after another, then a tree over lanes and warps: set by the number of
- * columns alone traffic   norm_rows: 4 B read (with y 8 B read, 4 B written) and 4 or 2 B written a
- * value proof     tests/gpu/test_elementwise.c */
+ * Requires: what bgk.h says; rows <= 2^31 - 1. 16-byte loads and stores where pointers, strides and
+ * columns allow them, single values where not: the same results.
+ *
+ * Launch: norm_rows: one block a row, of up to 512 threads, which keep the row in registers up to
+ * 16384 columns (beyond that it is read twice); others: blocks of 1024 columns of a row.
+ * Graph-capturable; they may start before the kernel before them has ended.
+ *
+ * Order: a norm's squares are summed in f32, each thread its pieces of 8 columns one after another,
+ * then a tree over lanes and warps: set by the number of columns alone.
+ *
+ * Traffic: norm_rows: 4 B read (with y 8 B read, 4 B written) and 4 or 2 B written a value.
+ *
+ * Proof: tests/gpu/test_elementwise.c. */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

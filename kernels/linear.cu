@@ -1,14 +1,19 @@
 /* kernels/linear.cu - out = x W^T + bias for weights in half or float32: the generic path, which
  * every GGUF type can take once it is dequantised.
  *
- *   requires  k_padded % 64 == 0, k <= k_padded, w 16-byte aligned and zero beyond k; half: scratch
- * for tokens * k_padded halves, 16-byte aligned launch    half: x is rounded into scratch first;
- * then block 128 or 256, a tile of 64 or 128 rows and 8 to 128 tokens, a ring of four steps of 64
- * columns in up to 147 KB of dynamic shared memory; float32: block 256, 32 rows and 8 tokens;
- * graph-capturable order     one chain over k for each output, in steps of 16 (half: the tensor
- * core's own order in a step) or 1: neither the number of tokens nor the tile changes a bit traffic
- * the weights once per token tile; x once per row tile, from L2 proof tests/unit/model/test_golden
- * on a GPU; batches against single sequences, byte for byte */
+ * Requires: k_padded % 64 == 0, k <= k_padded, w 16-byte aligned and zero beyond k; half: scratch
+ * for tokens * k_padded halves, 16-byte aligned.
+ *
+ * Launch: half: x is rounded into scratch first; then block 128 or 256, a tile of 64 or 128 rows
+ * and 8 to 128 tokens, a ring of four steps of 64 columns in up to 147 KB of dynamic shared memory;
+ * float32: block 256, 32 rows and 8 tokens. Graph-capturable.
+ *
+ * Order: one chain over k for each output, in steps of 16 (half: the tensor core's own order in a
+ * step) or 1: neither the number of tokens nor the tile changes a bit.
+ *
+ * Traffic: the weights once per token tile; x once per row tile, from L2.
+ *
+ * Proof: tests/unit/model/test_golden on a GPU; batches against single sequences, byte for byte. */
 #include <cuda_fp16.h>
 
 #include "bgk.h"

@@ -1,24 +1,24 @@
 /* kernels/matmul.cu - out = x W^T for quantised weights on Hopper's tensor cores: one kernel for
  * every number of tokens, from one to a whole prefill step.
  *
- * - what: weights are the A operand of wgmma, made in registers from their quants (bgk.h says how a
- *   tile lies in memory): mask, and one half2 FMA with scale and min; tokens are N, from shared
- *   memory. A warpgroup owns 64 rows and N tokens; WGS of them share the tokens of a block. One
- * more brings both operands by bulk copies through a ring of stages.
+ * What: weights are the A operand of wgmma, made in registers from their quants (bgk.h says how a
+ * tile lies in memory): mask, and one half2 FMA with scale and min; tokens are N, from shared
+ * memory. A warpgroup owns 64 rows (or twice that) and N tokens; WGS of them share the tokens of a
+ * block. One more brings both operands by bulk copies through a ring of stages.
  *
- * - requires: bgk.h; sm_90a (elsewhere the launcher says cudaErrorNotSupported).
+ * Requires: bgk.h; sm_90a (elsewhere the launcher says cudaErrorNotSupported).
  *
- * - launch: a block is a warpgroup that brings and one to four that multiply; it goes over its
- * tiles by itself; up to 227 KB of dynamic shared memory; programmatic: weights are on their way
- * before the kernel before has ended; graph-capturable.
+ * Launch: a block is a warpgroup that brings and one to four that multiply; it goes over its tiles
+ * by itself; up to 227 KB of dynamic shared memory; programmatic: weights are on their way before
+ * the kernel before has ended. Graph-capturable.
  *
- * - order: K in `splits` parts, each one chain in steps of 16, then the parts in order: warpgroups
- * of a block take a part each, or (many tokens) one takes them in turn. The number of tokens, N and
- *   WGS change no bit.
+ * Order: K in `splits` parts, each one chain in steps of 16, then the parts in order: warpgroups of
+ * a block take a part each, or (many tokens) one takes them in turn. The number of tokens, N and
+ * WGS change no bit.
  *
- * - traffic: weights once per token tile, tokens once per row tile.
+ * Traffic: weights once per token tile, tokens once per row tile.
  *
- * - proof: tests/gpu/test_matmul.c */
+ * Proof: tests/gpu/test_matmul.c. */
 #include <cuda_fp16.h>
 
 #include "bgk.h"

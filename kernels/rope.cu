@@ -1,9 +1,13 @@
 /* kernels/rope.cu - queries, keys and values of a step: norms and rotation, K and V into the cache.
  *
- *   requires  k_dim and v_dim multiples of 4, at most 512
- *   launch    a block of eight warps a row and eight heads, a warp a head; the block works the
- * row's angles out once; graph-capturable, may start early order     a head's sum of squares by
- * lanes, then across them: set by k_dim alone proof     tests/gpu/test_attention.c */
+ * Requires: k_dim and v_dim multiples of 4, at most 512.
+ *
+ * Launch: a block of eight warps a row and eight heads, a warp a head; the block works the row's
+ * angles out once. Graph-capturable, may start early.
+ *
+ * Order: a head's sum of squares by lanes, then across them: set by k_dim alone.
+ *
+ * Proof: tests/gpu/test_attention.c. */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -154,7 +154,7 @@ static bool succeeded(void *ctx, const bg_done *old, int64_t *record, int64_t *l
 
 static bg_status retry(bg_prepared *p, const bg_job *job, FILE *messages, bg_error *err)
 {
-    const bg_rewrite how = {.keep = succeeded};
+    const bg_rewrite how = {.keep = succeeded, .same_input = true};
     int64_t kept, dropped;
     bg_status st = bg_writer_rewrite(p->writer, &how, &kept, &dropped, err);
     if (!st && !job->quiet)

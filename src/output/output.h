@@ -216,12 +216,13 @@ typedef struct bg_rewrite {
                  const char **file_name);
     void *ctx;
     bool sort;                /* by record */
+    bool same_input;          /* records are what they were: partial tokens stay, with keep too */
     const char *dropped_path; /* successful results taken out are appended to it; NULL: are gone */
 } bg_rewrite;
 
 /* Replaces output, error file and journal by what `how` leaves of them, with the config's identity:
- * all or nothing, also in a crash. Partial tokens of renumbered records are forgotten when keep is
- * given. Call it before the first add. BG_IO, BG_FORMAT, BG_NOMEM: the old ones are untouched. */
+ * all or nothing, also in a crash. With keep, partial tokens are forgotten unless same_input. Call
+ * it before the first add. BG_IO, BG_FORMAT, BG_NOMEM: the old ones are untouched. */
 bg_status bg_writer_rewrite(bg_writer *w, const bg_rewrite *how, int64_t *n_kept,
                             int64_t *n_dropped, bg_error *err);
 

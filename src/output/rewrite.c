@@ -325,7 +325,7 @@ static bg_manifest manifest(const rewrite *r, bool with_end)
         m.n_failed = r->n_failed;
         memcpy(m.tokens, r->tokens, sizeof m.tokens);
     }
-    m.partials = !r->how->keep && !with_end;
+    m.partials = (!r->how->keep || r->how->same_input) && !with_end;
     m.end = with_end;
     m.ordered = with_end && r->how->sort;
     for (int i = 0; i < BG_SIDES; i++)
@@ -429,7 +429,7 @@ static bg_status pass(bg_writer *w, const bg_rewrite *how, bool with_end, int64_
     if (!st) st = fill(&r, err);
     if (!st && how->keep) {
         /* Whatever was in flight may be another record now, or be of another text. */
-        bg_partials_clear(w->partials);
+        if (!how->same_input) bg_partials_clear(w->partials);
         w->has_input = w->input_moved = false;
     }
     bool same = how->keep && !r.n_dropped && !r.n_changed;

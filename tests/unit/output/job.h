@@ -147,7 +147,8 @@ typedef struct job {
     bool partials;
     enum { ERRORS_NONE, ERRORS_PLAIN, ERRORS_LZ4 } errors; /* the error file */
     bool ordered;
-    bool retry; /* takes failed results out when it goes on */
+    bool retry;       /* takes failed results out when it goes on */
+    bool other_input; /* retried records may be other ones: partial tokens go */
     bool overwrite;
     uint64_t fold_bytes;
     /* out */
@@ -292,7 +293,7 @@ UNUSED static bool keep_good(void *ctx, const bg_done *old, int64_t *record, int
 
 UNUSED static bg_status retry_failed(job *j, bg_error *err)
 {
-    const bg_rewrite how = {.keep = keep_good};
+    const bg_rewrite how = {.keep = keep_good, .same_input = !j->other_input};
     int64_t kept, dropped, failed, n = j->rec.n_records;
     j->durable = (int)(n - j->rec.n_failed); /* the others may go */
     bg_status st = bg_writer_rewrite(j->w, &how, &kept, &dropped, err);

@@ -1,15 +1,12 @@
-/* The CUDA backend: objects, the step, and ops as calls of kernels.
+/* The CUDA backend: what it can do, its making and its end.
  *
- * Everything goes out on one stream, in order; only fetches wait. Weights are dequantised at load
- * to half (proof mode: float32); activations and sums are float32. */
+ * Everything goes out on one stream, in order; only fetches wait. On compute capability 9.x (tiled
+ * mode) weights stay quantised, in tiles, and what linears read is halves; elsewhere weights are
+ * halves (proof mode: float32) and activations float32. Sums are float32 everywhere. */
 #include "backend/cuda/cuda.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "base/f16.h"
-#include "gguf/gguf.h"
 
 static void cuda_free(bg_backend *b)
 {

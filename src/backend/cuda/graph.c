@@ -56,12 +56,12 @@ static bg_status end_step(bg_cuda *c, bg_error *err)
 
 /* The device comes to a step's first event at once when it has nothing else to do: between the
  * last event of the step before and that one it was idle. */
-static void add_times(bg_cuda *c, int i, bool timed)
+static void add_times(bg_cuda *c, int i)
 {
     const struct bg_cuda_flight *f = &c->flights[i];
     const struct bg_cuda_flight *before = &c->flights[(i + BG_CUDA_FLIGHTS - 1) % BG_CUDA_FLIGHTS];
     float ms = 0;
-    if (!timed) return;
+    if (!f->timed) return;
     if (cudaEventElapsedTime(&ms, f->begin, f->done) == cudaSuccess)
         c->work_ns += (int64_t)((double)ms * 1e6);
     if (c->n_fetched > 0 && cudaEventElapsedTime(&ms, before->done, f->begin) == cudaSuccess &&
@@ -111,7 +111,7 @@ bg_status bg_cuda_fetch(bg_backend *b, bg_sampled *out, int *n, bg_error *err)
     const struct bg_cuda_flight *f = &c->flights[i];
     bg_status st = bg_cuda_done(err, cudaEventSynchronize(f->done), "a step");
     if (st) return st;
-    add_times(c, i, f->timed);
+    add_times(c, i);
     bg_cuda_results_read(c, i, f->n_out, out);
     for (int k = 0; k < f->n_out; k++)
         out[k].slot = f->slots[k];

@@ -2,12 +2,8 @@
  */
 #include "backend/cuda/cuda.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "base/f16.h"
-#include "gguf/gguf.h"
 
 bg_status bg_cuda_fail(bg_error *err, cudaError_t e, const char *what)
 {

@@ -1,13 +1,6 @@
 /* The ops of a forward pass as calls of kernels. */
 #include "backend/cuda/cuda.h"
 
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "base/f16.h"
-#include "gguf/gguf.h"
-
 static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
 {
     if (rows <= a->max_rows && cols <= a->cols) return BG_OK;

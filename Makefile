@@ -138,17 +138,26 @@ gpu-test: gpu-tests
 	@for t in $(GPU_TESTS); do $$t || exit 1; done
 
 # The same (but test_comm, which forks) and test_golden as single processes, without Criterion, which is what
-# compute-sanitizer gets on with.
+# compute-sanitizer gets on with; and kernels with EVERY_LANE (matmul.cu).
+ONE_CU := $(patsubst $(BUILD)/%,$(BUILD)/one/%,$(CU_OBJS))
+$(BUILD)/one/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
+	@mkdir -p $(@D)
+	$(Q)if grep -q EVERY_LANE $<; then $(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -DEVERY_LANE \
+	    -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<; else $(MAKE) --no-print-directory $(BUILD)/kernels/$*.o && \
+	    cp $(BUILD)/kernels/$*.o $@; fi
+$(BUILD)/one/libbatchgen_cuda.so: $(ONE_CU) $(CUDA_OBJS)
+	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^ -ljansson
+$(BUILD)/one/batchgen: $(BUILD)/batchgen $(BUILD)/one/libbatchgen_cuda.so
+	@cp $< $@
 $(BUILD)/one/%.o: %.c
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(CPPFLAGS) -Itests/tsan -Itests -Ikernels -isystem $(CUDA_HOME)/include $(CFLAGS) -Wno-unused-parameter \
 	    -Wno-unused-variable -Wno-unused-but-set-variable -Wno-unused-function -MMD -MP -c -o $@ $<
-$(BUILD)/one/test_%: $(BUILD)/one/tests/gpu/test_%.o $(BUILD)/one/tests/tsan/main.o $(CU_OBJS) $(CUDA_OBJS) $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a)
+$(BUILD)/one/test_%: $(BUILD)/one/tests/gpu/test_%.o $(BUILD)/one/tests/tsan/main.o $(ONE_CU) $(CUDA_OBJS) $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a)
 	$(Q)$(NVCC) -cudart static $(GENCODE) -o $@ $(filter %.o,$^) -Xlinker --start-group $(filter %.a,$^) -Xlinker --end-group $(subst -Wl$(comma),-Xlinker ,$(LDLIBS))
-$(BUILD)/one/golden: $(BUILD)/one/tests/unit/model/test_golden.o $(BUILD)/one/tests/tsan/main.o $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a) $(CUDA_LIB)
+$(BUILD)/one/golden: $(BUILD)/one/tests/unit/model/test_golden.o $(BUILD)/one/tests/tsan/main.o $(foreach m,$(DEPS_model) model,$(BUILD)/lib/$(m).a) $(BUILD)/one/libbatchgen_cuda.so
 	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $(filter %.o,$^) -Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(LDLIBS)
-	@ln -sf ../libbatchgen_cuda.so $(BUILD)/one/
-SANITIZED := $(patsubst tests/gpu/%.c,$(BUILD)/one/%,$(filter-out %/test_comm.c %/test_fast.c,$(sort $(wildcard tests/gpu/test_*.c)))) $(BUILD)/one/golden $(BUILD)/batchgen
+SANITIZED := $(patsubst tests/gpu/%.c,$(BUILD)/one/%,$(filter-out %/test_comm.c %/test_fast.c,$(sort $(wildcard tests/gpu/test_*.c)))) $(BUILD)/one/golden $(BUILD)/one/batchgen
 sanitize-tests: $(SANITIZED)
 sanitize: sanitize-tests
 	@BUILD=$(BUILD) tests/gpu/sanitize.sh

@@ -8,7 +8,7 @@
 
 #include "backend/ops.h"
 
-enum { BG_CUDA_ABI = 4, BG_MAX_GPUS = 16 };
+enum { BG_CUDA_ABI = 5, BG_MAX_GPUS = 16 };
 
 typedef struct bg_gpu {
     int device;

@@ -17,6 +17,12 @@ typedef enum op_kind {
     OP_ATTENTION,
     OP_GLU,
     OP_LINEAR_GLU,
+    OP_ROUTE,
+    OP_MOE,
+    OP_MLA_STORE,
+    OP_MLA_QUERY,
+    OP_MLA_ATTENTION,
+    OP_INDEX,
     OP_ALL_REDUCE,
     OP_GATHER_OUT,
     OP_LOGITS,
@@ -27,9 +33,10 @@ typedef enum op_kind {
 } op_kind;
 
 static const char *const op_names[N_OPS] = {
-    "embed",      "rms_norm",  "add",   "add_rms_norm", "norm_add_norm", "linear",
-    "rope_store", "attention", "glu",   "linear_glu",   "all_reduce",    "gather_out",
-    "logits",     "sample",    "fetch", "fetch_logits",
+    "embed",      "rms_norm",  "add",           "add_rms_norm", "norm_add_norm", "linear",
+    "rope_store", "attention", "glu",           "linear_glu",   "route",         "moe",
+    "mla_store",  "mla_query", "mla_attention", "index",        "all_reduce",    "gather_out",
+    "logits",     "sample",    "fetch",         "fetch_logits",
 };
 _Static_assert((int)N_OPS <= (int)BG_OP_KINDS, "op_ns has too few places");
 
@@ -44,9 +51,14 @@ bg_op_group bg_op_kind_group(int kind)
     case OP_LINEAR:
     case OP_LINEAR_GLU:
     case OP_LOGITS:
+    case OP_MOE:
+    case OP_MLA_QUERY:
         return BG_OPS_GEMM;
     case OP_ATTENTION:
     case OP_ROPE_STORE:
+    case OP_MLA_STORE:
+    case OP_MLA_ATTENTION:
+    case OP_INDEX:
         return BG_OPS_ATTENTION;
     case OP_ALL_REDUCE:
         return BG_OPS_COLLECTIVES;
@@ -246,6 +258,69 @@ bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg
                  act_bytes(out, b->ops->n_rows(b), out->cols));
     bg_status st = b->ops->linear_glu(b, out, l, x, fn, err);
     return after(b, OP_LINEAR_GLU, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_route(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
+                      bg_error *err)
+{
+    const int64_t t = before(b, OP_ROUTE, route, true);
+    count(b, OP_ROUTE, act_bytes(h, b->ops->n_rows(b), h->cols), 0);
+    bg_status st = b->ops->route(b, route, r, h, err);
+    return after(b, OP_ROUTE, t, route, b->ops->n_rows(b), route->cols, st, err);
+}
+
+bg_status bg_op_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
+                    const bg_act *h, const bg_act *add, bg_error *err)
+{
+    const int64_t t = before(b, OP_MOE, out, !add || add->data != out->data);
+    bg_cost w = {0};
+    if (b->profile && b->ops->moe_cost) b->ops->moe_cost(b, e, b->ops->n_rows(b), &w);
+    count(b, OP_MOE,
+          w.bytes + act_bytes(h, b->ops->n_rows(b), h->cols) +
+              act_bytes(out, b->ops->n_rows(b), out->cols),
+          w.flops);
+    bg_status st = b->ops->moe(b, out, e, route, h, add, err);
+    return after(b, OP_MOE, t, out, b->ops->n_rows(b), out->cols, st, err);
+}
+
+bg_status bg_op_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                          bg_error *err)
+{
+    const int64_t t = before(b, OP_MLA_STORE, qa, true);
+    count(b, OP_MLA_STORE, 1.5 * act_bytes(in, b->ops->n_rows(b), in->cols), 0);
+    bg_status st = b->ops->mla_store(b, qa, in, p, err);
+    return after(b, OP_MLA_STORE, t, qa, b->ops->n_rows(b), p->q_rank, st, err);
+}
+
+bg_status bg_op_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                          bg_error *err)
+{
+    const int64_t t = before(b, OP_MLA_QUERY, q_lat, true), n_rows = b->ops->n_rows(b);
+    count_linear(b, OP_MLA_QUERY, k_b, q, n_rows,
+                 act_bytes(q_lat, n_rows, b->ops->linear_rows(k_b)));
+    bg_status st = b->ops->mla_query(b, q_lat, k_b, q, err);
+    return after(b, OP_MLA_QUERY, t, q_lat, n_rows, b->ops->linear_rows(k_b), st, err);
+}
+
+bg_status bg_op_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                              const bg_mla *p, bg_error *err)
+{
+    const int64_t t = before(b, OP_MLA_ATTENTION, out, true), n_rows = b->ops->n_rows(b);
+    const int64_t cols = (int64_t)p->n_heads * p->kv_rank;
+    bg_cost kv = {0};
+    if (b->profile && b->ops->mla_cost) b->ops->mla_cost(b, p, &kv);
+    count(b, OP_MLA_ATTENTION, kv.bytes + 2 * act_bytes(out, n_rows, cols), kv.flops);
+    bg_status st = b->ops->mla_attention(b, out, q_lat, q, p, err);
+    return after(b, OP_MLA_ATTENTION, t, out, n_rows, cols, st, err);
+}
+
+bg_status bg_op_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                      bg_error *err)
+{
+    const int64_t t = before(b, OP_INDEX, NULL, false);
+    count(b, OP_INDEX, act_bytes(iq, b->ops->n_rows(b), iq->cols), 0);
+    bg_status st = b->ops->index(b, iq, ik, p, err);
+    return after(b, OP_INDEX, t, NULL, 0, 0, st, err);
 }
 
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)

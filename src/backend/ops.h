@@ -98,7 +98,56 @@ typedef struct bg_linear_spec {
     int n_parts;
     bg_linear_part parts[4];
     bool glu; /* two parts, gate and up, that only bg_op_linear_glu reads */
+    /* Not 0: block-diagonal, one block a head. parts[0] (the only one) is the first block; block i
+     * lies i * block_bytes further in the file, reads columns [i * x_stride, + n_cols) of the input
+     * and yields output columns [i * n_rows, + n_rows). */
+    int n_blocks;
+    int64_t block_bytes, x_stride;
 } bg_linear_spec;
+
+/* ---- mixture of experts ---- */
+
+typedef enum bg_gating {
+    BG_GATING_SOFTMAX, /* over all experts */
+    BG_GATING_SIGMOID,
+    BG_GATING_SOFTMAX_CHOSEN, /* the logits choose; softmax over those chosen */
+} bg_gating;
+
+/* How a layer chooses experts for a token. Host memory, copied. */
+typedef struct bg_router_spec {
+    const char *name;
+    int n_experts, n_used, d_model;
+    bg_gating gating;
+    const float *weights; /* [n_experts, d_model] */
+    const float *bias;    /* NULL, or [n_experts]: added to the logits */
+    const float
+        *choice_bias; /* NULL, or [n_experts]: added to probabilities, for the choice only */
+    int n_groups,
+        n_groups_used;        /* n_groups > 1: only the best groups of n_experts / n_groups
+                                 consecutive experts; a group counts by the sum of its two largest */
+    bool renormalise;         /* weights / max(their sum, 2^-14) */
+    float scale;              /* then times this */
+    const float *shared_gate; /* NULL, or [d_model]: sigmoid of its product with h is the weight
+                                 of what bg_op_moe adds; else that is 1 */
+} bg_router_spec;
+typedef struct bg_router bg_router;
+
+/* One layer's experts, gated FFNs of one width. Parts are those of expert 0, as in a linear (this
+ * rank's rows of gate and up, its columns of down; bias NULL); expert e lies e * ..._stride bytes
+ * further. n_shared more experts, every token's with weight 1, are in the shared_ parts: there
+ * expert i has the rows (down: columns) that begin shared_step * i after the part's own. */
+typedef struct bg_experts_spec {
+    const char *name;
+    int n_experts, n_used, n_shared;
+    bg_linear_part gate, up, down;
+    size_t gate_stride, up_stride, down_stride;
+    bg_linear_part shared_gate, shared_up, shared_down;
+    int64_t shared_step;
+    const float *gate_bias, *up_bias; /* NULL, or [n_experts, gate.n_rows]; host, copied */
+    const float *down_bias;           /* NULL, or [n_experts, down.n_rows]: inside the weighting */
+    int fn;                           /* bg_act_fn */
+} bg_experts_spec;
+typedef struct bg_experts bg_experts;
 
 /* A token embedding table: [vocab, d] rows in GGUF blocks, looked up by id. Replicated. */
 typedef struct bg_embedding bg_embedding;
@@ -122,6 +171,12 @@ typedef struct bg_cache_spec {
     int n_kv_heads;                       /* of this rank; may be 0 */
     int k_dim, v_dim;                     /* values of one head */
     bg_cache_type type;                   /* F32 compute uses BG_CACHE_F32 */
+    /* Not 0: MLA. n_kv_heads is 1, a token has k_dim values, the first `latent` of them (normed)
+     * are its value too; v_dim == latent. */
+    int latent;
+    /* Keys of indexers besides: one of index_dim values a token, in n_index layers. 0: none. */
+    int n_index, index_dim;
+    int index_top_k;
 } bg_cache_spec;
 
 /* Precomputed rotation: angle of pair i at position p is p * freq[i]; cos and sin times mscale. */
@@ -154,7 +209,40 @@ typedef struct bg_attn {
     const bg_vec *sinks; /* NULL: none; else one per local head */
 } bg_attn;
 
-typedef enum bg_act_fn { BG_SILU, BG_GELU_TANH, BG_GELU_ERF } bg_act_fn;
+/* BG_SWIGLU_CLAMP: g' = min(g, 7), u' = clamp(u, -7, 7): g' sigmoid(1.702 g') (u' + 1); the others
+ * are fn(g) u. */
+typedef enum bg_act_fn { BG_SILU, BG_GELU_TANH, BG_GELU_ERF, BG_SWIGLU_CLAMP } bg_act_fn;
+
+/* ---- multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed form ---- */
+
+/* in[t] = [q latent (q_rank) | kv latent (kv_rank) | rope key (n_rot)], from one fused linear. */
+typedef struct bg_mla_in {
+    int layer;
+    int q_rank; /* 0: the model has none */
+    int kv_rank;
+    const bg_vec *q_norm, *kv_norm; /* RMS; q_norm NULL with q_rank 0 */
+    float norm_eps;
+    const bg_rope *rope; /* of n_rot values */
+} bg_mla_in;
+
+typedef struct bg_mla {
+    int layer;
+    int n_heads;              /* of this rank; may be 0 */
+    int kv_rank, nope, n_rot; /* q[t] = heads of nope + n_rot values, the latter not rotated yet */
+    float scale;
+    const bg_rope *rope;
+    bool selected; /* only the keys that the last bg_op_index chose */
+} bg_mla;
+
+/* The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2-Exp). */
+typedef struct bg_index {
+    int index_layer; /* 0 .. n_index - 1 of the cache */
+    int n_heads, dim, top_k;
+    const bg_vec *k_norm, *k_norm_b; /* LayerNorm of the key */
+    float norm_eps;
+    const bg_rope *rope; /* of the first rope->n_rot values of query heads and of the key */
+    float scale;         /* on the heads' weights */
+} bg_index;
 
 /* ---- sampling ---------------------------------------------------------------------------------
  */
@@ -250,6 +338,10 @@ typedef struct bg_ops {
     bg_status (*linear_new)(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
                             bg_error *err);
     bg_status (*embedding_new)(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
+    bg_status (*router_new)(bg_backend *b, bg_router **r, const bg_router_spec *spec,
+                            bg_error *err);
+    bg_status (*experts_new)(bg_backend *b, bg_experts **e, const bg_experts_spec *spec,
+                             bg_error *err);
     /* NULL: nothing to do. After the last of the weights: waits for what is still on its way, and
      * frees what loading alone needed. */
     bg_status (*load_end)(bg_backend *b, bg_load_times *times, bg_error *err);
@@ -282,6 +374,18 @@ typedef struct bg_ops {
                      bg_error *err);
     bg_status (*linear_glu)(bg_backend *b, bg_act *out, const bg_linear *gate_up, const bg_act *x,
                             bg_act_fn fn, bg_error *err); /* where fuses_glu() */
+    bg_status (*route)(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
+                       bg_error *err);
+    bg_status (*moe)(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
+                     const bg_act *h, const bg_act *add, bg_error *err);
+    bg_status (*mla_store)(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                           bg_error *err);
+    bg_status (*mla_query)(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                           bg_error *err);
+    bg_status (*mla_attention)(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                               const bg_mla *p, bg_error *err);
+    bg_status (*index)(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                       bg_error *err);
     bg_status (*all_reduce)(bg_backend *b, bg_act *x, bg_error *err);
     bg_status (*gather_out)(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
     bg_status (*logits)(bg_backend *b, const bg_linear *head, const bg_act *x,
@@ -317,6 +421,10 @@ typedef struct bg_ops {
     void (*op_times)(bg_backend *b);
     /* Weights read once, and products; without activations. NULL: not counted. */
     void (*linear_cost)(const bg_backend *b, const bg_linear *l, int64_t n_rows, bg_cost *cost);
+    /* The same of bg_op_moe: each expert's weights times the share of steps of n_rows rows that
+     * reads it if all are as likely. NULL: not counted. */
+    void (*moe_cost)(const bg_backend *b, const bg_experts *e, int64_t n_rows, bg_cost *cost);
+    void (*mla_cost)(const bg_backend *b, const bg_mla *p, bg_cost *cost); /* as attention_cost */
     /* Keys and values of the present step's sequences read once, and products. NULL: not counted.
      */
     void (*attention_cost)(const bg_backend *b, const bg_attn *p, bg_cost *cost);
@@ -328,7 +436,7 @@ typedef struct bg_ops {
     bg_status (*tune)(bg_backend *b, bg_tune *report, bg_error *err);
 } bg_ops;
 
-enum { BG_OP_KINDS = 16 };
+enum { BG_OP_KINDS = 24 };
 
 struct bg_backend { /* the head of every backend's own struct */
     const bg_ops *ops;
@@ -389,6 +497,36 @@ bg_status bg_op_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn
  * backend fuses them and needs none (gate_up.max_rows 0). */
 bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg_linear *l,
                            const bg_act *x, bg_act_fn fn, bg_error *err);
+/* route[t] = the n_used experts chosen for h[t], best first (their numbers, as floats), then their
+ * n_used weights, then the weight of bg_op_moe's `add`: cols >= 2 n_used + 1. Choice by value,
+ * equal ones by lower number; float32, so all ranks of a replica choose the same. h: an input
+ * buffer. */
+bg_status bg_op_route(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
+                      bg_error *err);
+/* out[t] = sum over the chosen, in the order of route, of weight * (down_e(fn(gate_e h) * up_e h) +
+ * down_bias_e), + the shared experts', + route's last weight * add[t] (add NULL: nothing). The sums
+ * of this rank's columns alone. out == add is allowed. */
+bg_status bg_op_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
+                    const bg_act *h, const bg_act *add, bg_error *err);
+/* qa[t] = rms(q latent) (an input buffer; NULL with q_rank 0); the cache gets [rms(kv latent) |
+ * rope key, rotated] of every row at its position. */
+bg_status bg_op_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                          bg_error *err);
+/* q_lat[t, h * kv_rank ..] = k_b's block h times q's head h (its first nope values). q and q_lat
+ * are input buffers (only linears and MLA read them). */
+bg_status bg_op_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                          bg_error *err);
+/* out[t, h * kv_rank ..] = sum_j softmax_j(scale (q_lat_h . c_j + rope(q_h's last n_rot) . kr_j))
+ * c_j over the cache's rows [c_j | kr_j], causal. out: an input buffer. */
+bg_status bg_op_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                              const bg_mla *p, bg_error *err);
+/* iq[t] = n_heads heads of dim values; ik[t] = [key (dim) | the heads' weights (n_heads)]. Stores
+ * rope(layer_norm(key)) in the cache; for each row the top_k positions by
+ *     score(j) = sum_heads scale * weight * relu(rope(iq_head) . key_j),  j <= position,
+ * equal ones by lower position, are what bg_op_mla_attention with `selected` sees from now on (all,
+ * where there are no more than top_k). */
+bg_status bg_op_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                      bg_error *err);
 /* Sum over the replica's ranks, in rank order; nothing to do without a comm. */
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
 /* out[j,:] = x[row of output j,:] for the n_out rows that yield logits */

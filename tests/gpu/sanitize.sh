@@ -34,7 +34,7 @@ for tool; do
         [ -x "$t" ] && [ ! -d "$t" ] && check "$tool" "$(basename "$t")" "$t" -::bench
     done
     check "$tool" golden "$BUILD/one/golden" native half_cache
-    check "$tool" bench "$BUILD/batchgen" bench -m tests/golden/models/tiny-llama.q2_k.gguf --device cuda \
+    check "$tool" bench "$BUILD/one/batchgen" bench -m tests/golden/models/tiny-llama.q2_k.gguf --device cuda \
         --batch 1,5 -p 40 -g 4
 done
 [ -n "${KEEP:-}" ] || rm -rf "$logs"

@@ -50,6 +50,7 @@ static const struct {
     {"experts", offsetof(shape, n_experts)},
     {"top-k", offsetof(shape, top_k)},
     {"d-ff-expert", offsetof(shape, d_ff_expert)},
+    {"d-ff-shared", offsetof(shape, d_ff_shared)},
     {"shared-experts", offsetof(shape, n_shared)},
     {"dense-layers", offsetof(shape, n_dense)},
     {"expert-groups", offsetof(shape, n_groups)},
@@ -76,6 +77,7 @@ enum {
     OPT_TOK,
     OPT_TIED,
     OPT_UNTIED,
+    OPT_LEGACY_KV_B,
     OPT_THREADS,
     OPT_LIST,
     OPT_VOCAB_ONLY,
@@ -92,6 +94,7 @@ static const struct option others[] = {
     {"tok", required_argument, NULL, OPT_TOK},
     {"tied", no_argument, NULL, OPT_TIED},
     {"untied", no_argument, NULL, OPT_UNTIED},
+    {"legacy-kv-b", no_argument, NULL, OPT_LEGACY_KV_B},
     {"threads", required_argument, NULL, OPT_THREADS},
     {"list", no_argument, NULL, OPT_LIST},
     {"vocab-only", no_argument, NULL, OPT_VOCAB_ONLY},
@@ -108,6 +111,7 @@ static void usage(FILE *f)
           "  --seed N               default 1\n"
           "  --tok NAME             another tokenizer than the preset's\n"
           "  --tied, --untied       the output matrix is the embedding, or is not\n"
+          "  --legacy-kv-b          MLA: attn_kv_b, as old files have it\n"
           "  --shuffle              the same tensors in another order\n"
           "  --split-max-tensors N  several files OUT-00001-of-0000M.gguf\n"
           "  --threads N            default 2\n"
@@ -199,6 +203,9 @@ static void parse_options(int argc, char **argv, options *o)
             break;
         case OPT_UNTIED:
             o->shape.tied = false;
+            break;
+        case OPT_LEGACY_KV_B:
+            o->shape.legacy_kv_b = true;
             break;
         case OPT_THREADS:
             o->threads = (int)number("threads", optarg);

@@ -23,9 +23,14 @@ typedef struct shape {
     float yarn_factor, yarn_log;
     int yarn_context;
     int window, window_period;
-    int n_experts, top_k, d_ff_expert, n_shared, n_dense, n_groups, n_groups_used;
-    float gate_scale;                             /* of sigmoid routers */
+    bool no_qk_norm; /* of an architecture that may have them */
+    int n_experts, top_k, n_shared, n_dense, n_groups, n_groups_used;
+    int d_ff_expert;     /* 0: d_ff */
+    int d_ff_shared;     /* 0: n_shared times an expert's */
+    float gate_scale;    /* what the experts' weights are multiplied by */
+    bool softmax_router; /* of an architecture whose routers are sigmoids else */
     int qk_nope, qk_rope, v_dim, q_lora, kv_lora; /* MLA */
+    bool legacy_kv_b;                             /* keys' and values' matrices in one, attn_kv_b */
     int idx_heads, idx_dim, idx_top_k;            /* sparse-attention indexer */
     int n_mtp;                                    /* draft layers behind the model's own */
 } shape;

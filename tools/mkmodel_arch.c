@@ -20,7 +20,12 @@
 #define QWEN3M                  .arch = "qwen3moe", .eps = 1e-6f
 #define GEMMA3                  .arch = "gemma3", .eps = 1e-6f, .rope_base_swa = 10000, .tied = true
 #define GPTOSS                  .arch = "gpt-oss", .eps = 1e-5f, .yarn_factor = 32, .yarn_context = 4096
-#define MLA                     .eps = 1e-5f, .qk_rope = 64, .kv_lora = 512, .n_shared = 1, .n_dense = 1
+#define QWEN2M                  .arch = "qwen2moe", .eps = 1e-6f
+#define GLM4                    .arch = "glm4", .eps = 1e-5f
+#define GLM4M                   .arch = "glm4moe", .eps = 1e-5f, .n_shared = 1
+#define LATENT_KV               .qk_rope = 64, .kv_lora = 512
+#define MLA                     LATENT_KV, .eps = 1e-5f, .n_shared = 1
+#define DEEPSEEK                .arch = "deepseek2", LATENT_KV, .yarn_factor = 40, .yarn_context = 4096
 #define TEXT(tokens, ctx, rope) .tok = tokens, .context = ctx, .rope_base = rope
 #define DIMS(layers, model, ff, heads, kv, dim, words)                                    \
     .n_layers = layers, .d_model = model, .d_ff = ff, .n_heads = heads, .n_kv_heads = kv, \
@@ -41,15 +46,28 @@ const shape presets[] = {
     {.name = "tiny-phi3", .arch = "phi3", .eps = 1e-5f, TEXT("spm", 4096, 10000), DIMS(2, 256, 1024, 4, 2, 64, 1024)},
     {.name = "tiny-qwen3moe", QWEN3M, TEXT("qwen2", 40960, 1000000), DIMS(2, 256, 512, 8, 4, 128, 1024),
      EXPERTS(8, 2, 512)},
-    {.name = "tiny-glm4moe", .arch = "glm4moe", .eps = 1e-5f, TEXT("glm4", 131072, 1000000),
-     DIMS(2, 256, 512, 8, 4, 128, 1024), EXPERTS(8, 2, 256), .rope_dim = 64, .n_dense = 1, .n_shared = 1,
-     .gate_scale = 2.5f},
+    {.name = "tiny-qwen2moe", QWEN2M, TEXT("qwen2", 32768, 1000000), DIMS(2, 256, 512, 4, 2, 64, 1024),
+     EXPERTS(8, 2, 256), .d_ff_shared = 768},
+    {.name = "tiny-glm4", GLM4, TEXT("glm4", 32768, 10000), DIMS(2, 256, 512, 8, 2, 128, 1024), .rope_dim = 64},
+    {.name = "tiny-glm4moe", GLM4M, TEXT("glm4", 131072, 1000000), DIMS(2, 256, 512, 8, 4, 128, 1024),
+     EXPERTS(8, 2, 256), .rope_dim = 64, .n_dense = 1, .gate_scale = 2.5f},
     {.name = "tiny-gpt-oss", GPTOSS, TEXT("gptoss", 131072, 150000), DIMS(2, 288, 256, 8, 2, 64, 1024),
      EXPERTS(8, 4, 256), WINDOW(64, 2)},
     {.name = "tiny-mla", .arch = "deepseek2", MLA, TEXT("glm4", 202752, 1000000), DIMS(2, 256, 512, 8, 1, 0, 1024),
-     EXPERTS(8, 2, 256), LATENT_DIMS(128, 128, 256), .gate_scale = 1.8f},
+     EXPERTS(8, 2, 256), LATENT_DIMS(128, 128, 256), .n_dense = 1, .gate_scale = 1.8f},
     {.name = "tiny-glm-dsa", .arch = "glm-dsa", MLA, TEXT("glm4", 202752, 1000000), DIMS(2, 256, 512, 4, 1, 0, 1024),
-     EXPERTS(8, 2, 256), LATENT_DIMS(128, 128, 256), INDEXER_DIMS(16, 64), .gate_scale = 2.5f, .n_mtp = 1},
+     EXPERTS(8, 2, 256), LATENT_DIMS(128, 128, 256), INDEXER_DIMS(16, 64), .n_dense = 1, .gate_scale = 2.5f,
+     .n_mtp = 1},
+    /* Variants within an architecture. */
+    {.name = "tiny-mixtral", LLAMA, TEXT("spm", 32768, 1000000), DIMS(2, 256, 512, 8, 4, 64, 1024),
+     .n_experts = 8, .top_k = 2},
+    {.name = "tiny-v2-lite", DEEPSEEK, .eps = 1e-6f, TEXT("dsv3", 163840, 10000), DIMS(2, 256, 512, 8, 1, 0, 1024),
+     EXPERTS(8, 2, 256), LATENT_DIMS(128, 128, 0), .softmax_router = true, .n_shared = 2, .n_dense = 1,
+     .gate_scale = 1, .yarn_log = 0.0707f},
+    /* Expert groups, experts narrower than a K-quant's block. */
+    {.name = "tiny-dsv3", DEEPSEEK, .eps = 1e-5f, TEXT("dsv3", 163840, 10000), DIMS(2, 256, 512, 8, 1, 0, 1024),
+     EXPERTS(16, 4, 128), LATENT_DIMS(128, 128, 256), .n_groups = 4, .n_groups_used = 2, .n_shared = 1, .n_dense = 1,
+     .gate_scale = 2.5f, .yarn_log = 0.1f},
 
     {.name = "smollm2-135m", LLAMA, TEXT("smollm", 8192, 100000), DIMS(30, 576, 1536, 9, 3, 64, 49152), .tied = true},
     {.name = "llama-3.2-1b", LLAMA, TEXT("llama3", 131072, 500000), DIMS(16, 2048, 8192, 32, 8, 64, 128256),
@@ -65,6 +83,10 @@ const shape presets[] = {
     {.name = "qwen3-8b", QWEN3, TEXT("qwen2", 40960, 1000000), DIMS(36, 4096, 12288, 32, 8, 128, 151936)},
     {.name = "qwen3-30b-a3b", QWEN3M, TEXT("qwen2", 40960, 1000000), DIMS(48, 2048, 6144, 32, 4, 128, 151936),
      EXPERTS(128, 8, 768)},
+    {.name = "qwen3-235b-a22b", QWEN3M, TEXT("qwen2", 40960, 1000000), DIMS(94, 4096, 12288, 64, 4, 128, 151936),
+     EXPERTS(128, 8, 1536)},
+    {.name = "mixtral-8x7b", LLAMA, TEXT("spm", 32768, 1000000), DIMS(32, 4096, 14336, 32, 8, 128, 32000),
+     .n_experts = 8, .top_k = 2},
     {.name = "gemma3-270m", GEMMA3, TEXT("gemma", 32768, 1000000), DIMS(18, 640, 2048, 4, 1, 256, 262144),
      WINDOW(512, 6)},
     {.name = "gemma3-1b", GEMMA3, TEXT("gemma", 32768, 1000000), DIMS(26, 1152, 6912, 4, 1, 256, 262144),
@@ -73,16 +95,27 @@ const shape presets[] = {
      WINDOW(1024, 6), .rope_linear = 8},
     {.name = "gpt-oss-20b", GPTOSS, TEXT("gptoss", 131072, 150000), DIMS(24, 2880, 2880, 64, 8, 64, 201088),
      EXPERTS(32, 4, 2880), WINDOW(128, 2)},
+    {.name = "gpt-oss-120b", GPTOSS, TEXT("gptoss", 131072, 150000), DIMS(36, 2880, 2880, 64, 8, 64, 201088),
+     EXPERTS(128, 4, 2880), WINDOW(128, 2)},
+    {.name = "glm-4-32b", GLM4, TEXT("glm4", 32768, 10000), DIMS(61, 6144, 23040, 48, 2, 128, 151552), .rope_dim = 64},
+    {.name = "glm-4.5-air", GLM4M, TEXT("glm4", 131072, 1000000), DIMS(46, 4096, 10944, 96, 8, 128, 151552),
+     EXPERTS(128, 8, 1408), .rope_dim = 64, .n_dense = 1, .gate_scale = 1, .no_qk_norm = true, .n_mtp = 1},
     {.name = "glm-4.7-flash", .arch = "deepseek2", MLA, TEXT("glm4", 202752, 1000000),
-     DIMS(47, 2048, 10240, 20, 1, 0, 154880), EXPERTS(64, 4, 1536), LATENT_DIMS(192, 256, 768), .gate_scale = 1.8f},
-    /* DeepSeek-V3's kind, small: YaRN, expert groups */
-    {.name = "tiny-dsv3", .arch = "deepseek2", MLA, TEXT("dsv3", 163840, 10000), DIMS(2, 256, 512, 8, 1, 0, 1024),
-     EXPERTS(16, 4, 128), LATENT_DIMS(128, 128, 256), .n_groups = 4, .n_groups_used = 2, .gate_scale = 2.5f,
-     .yarn_factor = 40, .yarn_context = 4096, .yarn_log = 0.1f},
+     DIMS(47, 2048, 10240, 20, 1, 0, 154880), EXPERTS(64, 4, 1536), LATENT_DIMS(192, 256, 768), .n_dense = 1,
+     .gate_scale = 1.8f},
+    {.name = "deepseek-v2-lite", DEEPSEEK, .eps = 1e-6f, TEXT("dsv3", 163840, 10000), DIMS(27, 2048, 10944, 16, 1, 0, 102400),
+     EXPERTS(64, 6, 1408), LATENT_DIMS(128, 128, 0), .softmax_router = true, .n_shared = 2, .n_dense = 1,
+     .gate_scale = 1, .yarn_log = 0.0707f},
+    {.name = "deepseek-v3", DEEPSEEK, .eps = 1e-6f, TEXT("dsv3", 163840, 10000), DIMS(61, 7168, 18432, 128, 1, 0, 129280),
+     EXPERTS(256, 8, 2048), LATENT_DIMS(128, 128, 1536), .n_groups = 8, .n_groups_used = 4, .n_shared = 1,
+     .n_dense = 3, .gate_scale = 2.5f, .yarn_log = 0.1f},
+    {.name = "glm-5", .arch = "glm-dsa", MLA, TEXT("glm4", 202752, 1000000), DIMS(78, 6144, 12288, 64, 1, 0, 154880),
+     EXPERTS(256, 8, 2048), LATENT_DIMS(192, 256, 2048), INDEXER_DIMS(32, 2048), .n_dense = 3, .n_groups = 1,
+     .n_groups_used = 1, .gate_scale = 2.5f, .n_mtp = 1},
     /* GLM-5's widths in few layers */
     {.name = "glm5-slice", .arch = "glm-dsa", MLA, TEXT("glm4", 202752, 1000000),
      DIMS(5, 6144, 12288, 64, 1, 0, 154880), EXPERTS(256, 8, 2048), LATENT_DIMS(192, 256, 2048),
-     INDEXER_DIMS(32, 2048), .gate_scale = 2.5f},
+     INDEXER_DIMS(32, 2048), .n_dense = 1, .gate_scale = 2.5f},
 };
 /* clang-format on */
 const int n_presets = sizeof presets / sizeof *presets;
@@ -100,9 +133,9 @@ const shape *find_preset(const char *name, const char *arch)
 /* ---- features -------------------------------------------------------------------------------- */
 
 enum {
-    GQA = 1 << 0,    /* attention with separate q, k, v */
-    FUSED = 1 << 1,  /* q, k, v in one matrix, gate and up in another */
-    LATENT = 1 << 2, /* MLA */
+    GQA = 1 << 0,       /* attention with separate q, k, v */
+    FUSED_QKV = 1 << 1, /* or with one matrix of the three */
+    LATENT = 1 << 2,    /* or MLA */
     QKV_BIAS = 1 << 3,
     QK_NORM = 1 << 4,
     POST_NORMS = 1 << 5, /* also after attention and FFN */
@@ -110,14 +143,18 @@ enum {
     SINKS = 1 << 7,      /* gpt-oss: sinks, biases everywhere, MXFP4 experts */
     SIGMOID = 1 << 8,    /* router with sigmoid and a bias for the choice */
     INDEXER = 1 << 9,
+    FUSED_FFN = 1 << 10,   /* gate and up in one matrix */
+    SHARED_GATE = 1 << 11, /* what the shared expert yields is weighed, too */
     /* of the numbers */
-    TIED = 1 << 10,
-    RAMP = 1 << 11,
-    SHARED = 1 << 12,
+    TIED = 1 << 12,
+    RAMP = 1 << 13,
+    SHARED = 1 << 14,
+    Q_LORA_RANK = 1 << 15,
+    KV_B = 1 << 16, /* MLA with keys' and values' matrix in one, as files of old have it */
     /* of a layer */
-    DENSE = 1 << 13,
-    MOE = 1 << 14,
-    DRAFT = 1 << 15,
+    DENSE = 1 << 17,
+    MOE = 1 << 18,
+    DRAFT = 1 << 19,
 };
 
 static const struct {
@@ -128,8 +165,10 @@ static const struct {
     {"qwen2", GQA | QKV_BIAS},
     {"qwen3", GQA | QK_NORM},
     {"gemma3", GQA | QK_NORM | POST_NORMS},
-    {"phi3", FUSED},
+    {"phi3", FUSED_QKV | FUSED_FFN},
     {"qwen3moe", GQA | QK_NORM},
+    {"qwen2moe", GQA | QKV_BIAS | SHARED_GATE},
+    {"glm4", GQA | POST_NORMS | FUSED_FFN},
     {"glm4moe", GQA | QK_NORM | QKV_BIAS | PAN_IS_FFN | SIGMOID},
     {"gpt-oss", GQA | QKV_BIAS | PAN_IS_FFN | SINKS},
     {"deepseek2", LATENT | SIGMOID},
@@ -143,7 +182,11 @@ static unsigned features_of(const shape *s)
         if (strcmp(archs[i].name, s->arch) == 0) f = archs[i].features;
     if (s->tied) f |= TIED;
     if (s->rope_ramp) f |= RAMP;
-    if (s->n_shared) f |= SHARED;
+    if (s->n_shared || s->d_ff_shared) f |= SHARED;
+    if (s->q_lora) f |= Q_LORA_RANK;
+    if (s->legacy_kv_b) f |= KV_B;
+    if (s->softmax_router) f &= ~(unsigned)SIGMOID;
+    if (s->no_qk_norm) f &= ~(unsigned)QK_NORM;
     return f;
 }
 
@@ -155,8 +198,11 @@ const char *check_shape(const shape *s)
     if (!(f & LATENT) && (s->n_kv_heads < 1 || s->n_heads % s->n_kv_heads))
         return "heads must be a multiple of kv-heads";
     if (!(f & LATENT) && (s->head_dim < 2 || s->head_dim % 2)) return "head-dim must be even";
-    if (s->n_experts && (s->top_k < 1 || s->top_k > s->n_experts || s->d_ff_expert < 1))
-        return "top-k must be from 1 to experts, and d-ff-expert at least 1";
+    if (s->n_experts && (s->top_k < 1 || s->top_k > s->n_experts))
+        return "top-k must be from 1 to experts";
+    if (s->legacy_kv_b && !(f & LATENT)) return "--legacy-kv-b is for deepseek2";
+    if ((f & INDEXER) && (!s->q_lora || s->legacy_kv_b))
+        return "an indexer needs q-lora, and attn_k_b and attn_v_b";
     return NULL;
 }
 
@@ -227,6 +273,8 @@ static const mix mixes[] = {
     {.name = "q1_0", .file_type = 40, .base = BG_Q1_0, .out = BG_Q6_K},
     {.name = "q2_0", .file_type = 41, .base = BG_Q2_0, .out = BG_Q6_K, .embd = BG_Q4_K},
     {.name = "mxfp4", .file_type = 38, .base = BG_Q8_0, .out = BG_Q8_0, .experts = BG_MXFP4},
+    /* As files of very large models often are. */
+    {.name = "ud_q4_k", .file_type = 15, .base = BG_Q8_0, .out = BG_Q8_0, .experts = BG_Q4_K},
 };
 /* clang-format on */
 
@@ -371,6 +419,7 @@ typedef enum dim {
     KV_LORA,
     KV_A,
     MLA_Q,
+    MLA_KV,
     MLA_O,
     QK_NOPE,
     V_DIM,
@@ -410,9 +459,9 @@ static int64_t dim_of(const shape *s, dim d)
     case N_EXPERTS:
         return s->n_experts;
     case D_EXPERT:
-        return s->d_ff_expert;
+        return s->d_ff_expert ? s->d_ff_expert : s->d_ff;
     case D_SHARED:
-        return (int64_t)s->d_ff_expert * s->n_shared;
+        return s->d_ff_shared ? s->d_ff_shared : dim_of(s, D_EXPERT) * s->n_shared;
     case Q_LORA:
         return s->q_lora;
     case KV_LORA:
@@ -421,6 +470,8 @@ static int64_t dim_of(const shape *s, dim d)
         return s->kv_lora + s->qk_rope;
     case MLA_Q:
         return h * (s->qk_nope + s->qk_rope);
+    case MLA_KV:
+        return h * (s->qk_nope + s->v_dim);
     case MLA_O:
         return h * s->v_dim;
     case QK_NOPE:
@@ -469,13 +520,15 @@ static const row head_rows[] = {
 static const row layer_rows[] = {
     {"attn_norm.weight", {D_MODEL}, VECTOR, N, 1, ONE, 0, 0},
     /* MLA */
-    {"attn_q_a_norm.weight", {Q_LORA}, VECTOR, N, 1, ONE, LATENT, 0},
+    {"attn_q_a_norm.weight", {Q_LORA}, VECTOR, N, 1, ONE, LATENT | Q_LORA_RANK, 0},
     {"attn_kv_a_norm.weight", {KV_LORA}, VECTOR, N, 1, ONE, LATENT, 0},
-    {"attn_q_a.weight", {D_MODEL, Q_LORA}, BASE, W, 1, ONE, LATENT, 0},
-    {"attn_q_b.weight", {Q_LORA, MLA_Q}, BASE, W, 1.4f, ONE, LATENT, 0},
+    {"attn_q_a.weight", {D_MODEL, Q_LORA}, BASE, W, 1, ONE, LATENT | Q_LORA_RANK, 0},
+    {"attn_q_b.weight", {Q_LORA, MLA_Q}, BASE, W, 1.4f, ONE, LATENT | Q_LORA_RANK, 0},
+    {"attn_q.weight", {D_MODEL, MLA_Q}, BASE, W, 1.4f, ONE, LATENT, Q_LORA_RANK},
     {"attn_kv_a_mqa.weight", {D_MODEL, KV_A}, BASE, W, 1.4f, ONE, LATENT, 0},
-    {"attn_k_b.weight", {QK_NOPE, KV_LORA, HEADS}, MLA_B, W, 1.4f, KEY_B, LATENT, 0},
-    {"attn_v_b.weight", {KV_LORA, V_DIM, HEADS}, MLA_B, W, 1, ONE, LATENT, 0},
+    {"attn_k_b.weight", {QK_NOPE, KV_LORA, HEADS}, MLA_B, W, 1.4f, KEY_B, LATENT, KV_B},
+    {"attn_v_b.weight", {KV_LORA, V_DIM, HEADS}, MLA_B, W, 1, ONE, LATENT, KV_B},
+    {"attn_kv_b.weight", {KV_LORA, MLA_KV}, BASE, W, 1.2f, ONE, LATENT | KV_B, 0},
     {"attn_output.weight", {MLA_O, D_MODEL}, ATTN_O, W, 1, RESIDUAL, LATENT, 0},
     {"indexer.k_norm.weight", {IDX_DIM}, VECTOR, N, 1, ONE, INDEXER, 0},
     {"indexer.k_norm.bias", {IDX_DIM}, VECTOR, W, 0.2f, ONE, INDEXER, 0},
@@ -483,7 +536,7 @@ static const row layer_rows[] = {
     {"indexer.attn_k.weight", {D_MODEL, IDX_DIM}, BASE, W, 1, ONE, INDEXER, 0},
     {"indexer.attn_q_b.weight", {Q_LORA, IDX_Q}, BASE, W, 1, ONE, INDEXER, 0},
     /* q, k, v */
-    {"attn_qkv.weight", {D_MODEL, QKV_DIM}, QKV, W, 1, SCORES, FUSED, 0},
+    {"attn_qkv.weight", {D_MODEL, QKV_DIM}, QKV, W, 1, SCORES, FUSED_QKV, 0},
     {"attn_q.weight", {D_MODEL, Q_DIM}, BASE, W, 1, SCORES, GQA, 0},
     {"attn_k.weight", {D_MODEL, KV_DIM}, BASE, W, 1, SCORES, GQA, 0},
     {"attn_v.weight", {D_MODEL, KV_DIM}, ATTN_V, W, 1, ONE, GQA, 0},
@@ -499,9 +552,9 @@ static const row layer_rows[] = {
     {"post_attention_norm.weight", {D_MODEL}, VECTOR, N, 1, ONE, PAN_IS_FFN, 0},
     {"ffn_norm.weight", {D_MODEL}, VECTOR, N, 1, ONE, 0, PAN_IS_FFN},
     /* FFN */
-    {"ffn_gate.weight", {D_MODEL, D_FF}, BASE, W, 1, ONE, DENSE, FUSED},
-    {"ffn_up.weight", {D_MODEL, D_FF}, BASE, W, 1, ONE, DENSE, FUSED},
-    {"ffn_up.weight", {D_MODEL, D_FF_2}, BASE, W, 1, ONE, DENSE | FUSED, 0},
+    {"ffn_gate.weight", {D_MODEL, D_FF}, BASE, W, 1, ONE, DENSE, FUSED_FFN},
+    {"ffn_up.weight", {D_MODEL, D_FF}, BASE, W, 1, ONE, DENSE, FUSED_FFN},
+    {"ffn_up.weight", {D_MODEL, D_FF_2}, BASE, W, 1, ONE, DENSE | FUSED_FFN, 0},
     {"ffn_down.weight", {D_FF, D_MODEL}, DOWN, W, 1, RESIDUAL, DENSE, 0},
     {"ffn_gate_inp.weight", {D_MODEL, N_EXPERTS}, ROUTER, W, 2, ONE, MOE, 0},
     {"exp_probs_b.bias", {N_EXPERTS}, VECTOR, W, 0.1f, ONE, MOE | SIGMOID, 0},
@@ -512,6 +565,7 @@ static const row layer_rows[] = {
     {"ffn_gate_exps.bias", {D_EXPERT, N_EXPERTS}, VECTOR, W, 0.3f, ONE, MOE | SINKS, 0},
     {"ffn_up_exps.bias", {D_EXPERT, N_EXPERTS}, VECTOR, W, 0.3f, ONE, MOE | SINKS, 0},
     {"ffn_down_exps.bias", {D_MODEL, N_EXPERTS}, VECTOR, W, 0.2f, ONE, MOE | SINKS, 0},
+    {"ffn_gate_inp_shexp.weight", {D_MODEL}, ROUTER, W, 1, ONE, MOE | SHARED_GATE, 0},
     {"ffn_gate_shexp.weight", {D_MODEL, D_SHARED}, BASE, W, 1, ONE, MOE | SHARED, 0},
     {"ffn_up_shexp.weight", {D_MODEL, D_SHARED}, BASE, W, 1, ONE, MOE | SHARED, 0},
     {"ffn_down_shexp.weight", {D_SHARED, D_MODEL}, DOWN, W, 1, RESIDUAL, MOE | SHARED, 0},
@@ -528,7 +582,7 @@ static const row layer_rows[] = {
 /* Small where the embedding is also the output: else every token would predict itself. */
 static float embedding_size(const shape *s)
 {
-    if (features_of(s) & POST_NORMS) return 0.01f; /* gemma multiplies by sqrt(d_model) */
+    if (strcmp(s->arch, "gemma3") == 0) return 0.01f; /* which multiplies by sqrt(d_model) */
     return s->tied ? 0.02f : 0.05f;
 }
 
@@ -622,11 +676,12 @@ static void put_text(bg_gguf_writer *w, const char *key, const char *text)
 static void put_attention(bg_gguf_writer *w, const shape *s)
 {
     if (features_of(s) & LATENT) {
-        put_u32(w, s, "attention.head_count_kv", 1);
-        put_u32(w, s, "attention.key_length", s->kv_lora + s->qk_rope);
-        put_u32(w, s, "attention.value_length", s->kv_lora);
-        put_u32(w, s, "attention.key_length_mla", s->qk_nope + s->qk_rope);
-        put_u32(w, s, "attention.value_length_mla", s->v_dim);
+        const bool old = s->legacy_kv_b;
+        put_u32(w, s, "attention.head_count_kv", old ? s->n_heads : 1);
+        put_u32(w, s, "attention.key_length", (old ? s->qk_nope : s->kv_lora) + s->qk_rope);
+        put_u32(w, s, "attention.value_length", old ? s->v_dim : s->kv_lora);
+        put_u32(w, s, "attention.key_length_mla", old ? 0 : s->qk_nope + s->qk_rope);
+        put_u32(w, s, "attention.value_length_mla", old ? 0 : s->v_dim);
         put_u32(w, s, "attention.q_lora_rank", s->q_lora);
         put_u32(w, s, "attention.kv_lora_rank", s->kv_lora);
         put_u32(w, s, "rope.dimension_count", s->qk_rope);
@@ -650,13 +705,15 @@ static void put_experts(bg_gguf_writer *w, const shape *s)
     put_u32(w, s, "expert_count", s->n_experts);
     put_u32(w, s, "expert_used_count", s->top_k);
     put_u32(w, s, "expert_feed_forward_length", s->d_ff_expert);
+    put_u32(w, s, "expert_shared_feed_forward_length", s->d_ff_shared);
     put_u32(w, s, "expert_shared_count", s->n_shared);
     put_u32(w, s, "leading_dense_block_count", s->n_dense);
     put_u32(w, s, "expert_group_count", s->n_groups);
     put_u32(w, s, "expert_group_used_count", s->n_groups_used);
-    if (!(features_of(s) & SIGMOID)) return;
-    put_u32(w, s, "expert_gating_func", 2);
+    const bool sigmoid = features_of(s) & SIGMOID; /* softmax: the default of the others */
+    put_u32(w, s, "expert_gating_func", sigmoid ? 2 : 0);
     put_f32(w, s, "expert_weights_scale", s->gate_scale);
+    if (!sigmoid) return;
     snprintf(key, sizeof key, "%s.expert_weights_norm", s->arch);
     bg_gguf_put_bool(w, key, true);
 }

@@ -156,14 +156,13 @@ static void all_linears(bg_compute compute)
         a.n_rows = b.n_rows = b.row0 = n / 2;
         a.bias = NULL;
         const bg_linear_spec specs[] = {
-            {"whole", 1, {all}, false},
-            {"glu", 2, {a, b}, true},
-            {"shares",
-             3,
-             {{"a", type, data, k, n, 3, n - 7, col0, k - col0, NULL},
-              {"none", type, data, k, n, 0, 0, col0, k - col0, NULL},
-              {"c", type, data, k, n, 1, 5, col0, k - col0, bias}},
-             false},
+            {.name = "whole", .n_parts = 1, .parts = {all}},
+            {.name = "glu", .n_parts = 2, .parts = {a, b}, .glu = true},
+            {.name = "shares",
+             .n_parts = 3,
+             .parts = {{"a", type, data, k, n, 3, n - 7, col0, k - col0, NULL},
+                       {"none", type, data, k, n, 0, 0, col0, k - col0, NULL},
+                       {"c", type, data, k, n, 1, 5, col0, k - col0, bias}}},
         };
         for (size_t s = 0; s < sizeof specs / sizeof *specs; s++) {
             bg_linear *l;
@@ -198,11 +197,12 @@ Test(load, mixed_glu)
     bg_cuda *c = backend(BG_COMPUTE_NATIVE, false, 16);
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
         uint8_t *gate = matrix(pairs[i][0], 150, 512), *up = matrix(pairs[i][1], 150, 512);
-        const bg_linear_spec s = {"mixed",
-                                  2,
-                                  {{"gate", pairs[i][0], gate, 512, 150, 0, 150, 0, 512, NULL},
-                                   {"up", pairs[i][1], up, 512, 150, 0, 150, 0, 512, NULL}},
-                                  true};
+        const bg_linear_spec s = {
+            .name = "mixed",
+            .n_parts = 2,
+            .parts = {{"gate", pairs[i][0], gate, 512, 150, 0, 150, 0, 512, NULL},
+                      {"up", pairs[i][1], up, 512, 150, 0, 150, 0, 512, NULL}},
+            .glu = true};
         bg_linear *l;
         cr_assert_eq(bg_cuda_linear_new(&c->base, &l, &s, &err), BG_OK, "%s", err.text);
         check(c, l, &s);

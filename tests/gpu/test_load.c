@@ -253,7 +253,9 @@ Test(load, dummy)
         bg_error err = {0};
         bg_cuda *c = backend(BG_COMPUTE_NATIVE, true, 16);
         const bg_linear_spec s = {
-            "dummy", 1, {{"w", BG_Q4_K, NULL, 1024, 300, 0, 300, 0, 1024, NULL}}, false};
+            .name = "dummy",
+            .n_parts = 1,
+            .parts = {{"w", BG_Q4_K, NULL, 1024, 300, 0, 300, 0, 1024, NULL}}};
         bg_linear *l;
         cr_assert_eq(bg_cuda_linear_new(&c->base, &l, &s, &err), BG_OK, "%s", err.text);
         loaded f = fetch(l, c->tiled);

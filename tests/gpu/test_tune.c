@@ -31,7 +31,7 @@ static bg_linear *linear(bg_cuda *c, const char *name, uint32_t type, int64_t ro
     bg_error err = {0};
     bg_linear *l;
     const bg_linear_part p = {name, type, NULL, k, rows, 0, rows, 0, k, NULL};
-    const bg_linear_spec s = {name, glu ? 2 : 1, {p, p}, glu};
+    const bg_linear_spec s = {.name = name, .n_parts = glu ? 2 : 1, .parts = {p, p}, .glu = glu};
     cr_assert_eq(bg_cuda_linear_new(&c->base, &l, &s, &err), BG_OK, "%s", err.text);
     return l;
 }

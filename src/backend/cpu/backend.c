@@ -275,7 +275,7 @@ static bg_status cpu_linear(bg_backend *b, bg_act *out, const bg_linear *l, cons
                             int n_rows, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
-    const int64_t rows = bg_cpu_linear_rows(l), cols = bg_cpu_linear_cols(l);
+    const int64_t rows = bg_cpu_linear_rows(l), cols = bg_cpu_linear_reach(l);
     const int most =
         c->config.max_tokens > c->config.max_out ? c->config.max_tokens : c->config.max_out;
     if (n_rows < 0 || n_rows > most || n_rows > out->max_rows || n_rows > x->max_rows ||

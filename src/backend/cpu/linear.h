@@ -15,13 +15,15 @@
 #include "backend/cpu/pool.h"
 #include "backend/ops.h"
 
-/* Checks the spec (block borders, sizes), repacks with all threads. The file's bytes are not needed
+/* A block-diagonal linear's bias has n_rows values for each block.
+ * Checks the spec (block borders, sizes), repacks with all threads. The file's bytes are not needed
  * afterwards. BG_ARG, BG_NOMEM. */
 bg_status bg_cpu_linear_new(bg_linear **l, const bg_linear_spec *spec, bg_compute compute,
                             bg_isa isa, bg_pool *pool, bg_error *err);
 void bg_cpu_linear_free(bg_linear *l);
-int64_t bg_cpu_linear_rows(const bg_linear *l); /* sum of the parts' n_rows */
-int64_t bg_cpu_linear_cols(const bg_linear *l);
+int64_t bg_cpu_linear_rows(const bg_linear *l);   /* output columns, over all parts and blocks */
+int64_t bg_cpu_linear_cols(const bg_linear *l);   /* input columns of an output column */
+int64_t bg_cpu_linear_reach(const bg_linear *l);  /* input columns that the last of them ends at */
 uint64_t bg_cpu_linear_bytes(const bg_linear *l); /* memory held */
 /* Scratch that bg_cpu_linear_run needs for up to max_rows rows. */
 size_t bg_cpu_linear_scratch(const bg_linear *l, int64_t max_rows);

@@ -28,8 +28,7 @@ static void fill_table(void *ctx, int thread, int n_threads)
     }
 }
 
-/* This step's table for a rotation, made at its first use. */
-static const bg_rope_table *rope_table(bg_cpu *c, const bg_rope *rope)
+const bg_rope_table *bg_cpu_rope_table(bg_cpu *c, const bg_rope *rope)
 {
     int i = 0;
     for (; i < c->n_rope; i++) {
@@ -80,15 +79,39 @@ static void norm_and_rotate(const store_job *job, int row, float *out, const flo
     }
 }
 
+/* Where a row's key and value of the first KV head go. */
+static void kv_places(const bg_cpu *c, int layer, int row, char **keys, char **values)
+{
+    const bg_cache *cache = &c->cache;
+    const size_t elem = cache->spec.type == BG_CACHE_F32 ? 4 : 2;
+    const int bt = cache->spec.block_tokens, pos = c->s.row_pos[row];
+    const size_t block = (size_t)c->s.seqs[c->s.row_seq[row]].blocks[pos / bt];
+    const size_t column = (size_t)(pos % bt);
+    const size_t head0 =
+        ((size_t)layer * (size_t)cache->spec.n_blocks + block) * (size_t)cache->spec.n_kv_heads;
+    *keys = cache->k + head0 * cache->k_head_bytes + column * elem;
+    *values = cache->v + head0 * cache->v_head_bytes + column * (size_t)cache->v_stride * elem;
+}
+
+void bg_cpu_store_kv(const bg_cpu *c, int layer, int row, int head, const float *key,
+                     const float *value)
+{
+    const bg_cache *cache = &c->cache;
+    char *keys, *values;
+    kv_places(c, layer, row, &keys, &values);
+    c->kernels->store_column(cache->spec.type, keys + (size_t)head * cache->k_head_bytes,
+                             cache->lanes, key, cache->spec.k_dim);
+    c->kernels->store(cache->spec.type, values + (size_t)head * cache->v_head_bytes, value,
+                      cache->spec.v_dim);
+}
+
 static void store_rows(void *ctx, int thread, int n_threads)
 {
     const store_job *job = ctx;
     bg_cpu *c = job->c;
     const bg_attn_in *p = job->p;
-    const bg_cache *cache = &c->cache;
-    const bg_cache_type type = cache->spec.type;
-    const size_t elem = type == BG_CACHE_F32 ? 4 : 2;
-    const int bt = cache->spec.block_tokens, n_kv = p->n_kv_heads;
+    const size_t elem = c->cache.spec.type == BG_CACHE_F32 ? 4 : 2;
+    const int n_kv = p->n_kv_heads;
     float *key = c->head_scratch + (size_t)thread * c->head_floats;
     const int from = (int)((int64_t)c->s.n_rows * thread / n_threads);
     const int to = (int)((int64_t)c->s.n_rows * (thread + 1) / n_threads);
@@ -96,26 +119,17 @@ static void store_rows(void *ctx, int thread, int n_threads)
         const float *q = job->qkv + r * job->qkv_cols;
         const float *k = q + (int64_t)p->n_heads * p->head_dim;
         const float *v = k + (int64_t)n_kv * p->head_dim;
-        const int pos = c->s.row_pos[r];
-        const size_t block = (size_t)c->s.seqs[c->s.row_seq[r]].blocks[pos / bt];
-        const size_t column = (size_t)(pos % bt);
-        const size_t head0 =
-            ((size_t)p->layer * (size_t)cache->spec.n_blocks + block) * (size_t)n_kv;
-        char *keys = cache->k + head0 * cache->k_head_bytes + column * elem;
-        char *values =
-            cache->v + head0 * cache->v_head_bytes + column * (size_t)cache->v_stride * elem;
+        char *keys, *values;
+        kv_places(c, p->layer, r, &keys, &values);
         /* A key is a column: one line of memory a dimension. They come while q is worked on. */
         for (int d = 0; d < n_kv * p->head_dim; d++)
-            __builtin_prefetch(keys + (size_t)d * (size_t)cache->lanes * elem, 1);
+            __builtin_prefetch(keys + (size_t)d * (size_t)c->cache.lanes * elem, 1);
         for (int h = 0; h < p->n_heads; h++)
             norm_and_rotate(job, r, job->q_out + r * job->q_cols + (int64_t)h * p->head_dim,
                             q + (int64_t)h * p->head_dim, p->q_norm);
         for (int h = 0; h < n_kv; h++) {
             norm_and_rotate(job, r, key, k + (int64_t)h * p->head_dim, p->k_norm);
-            c->kernels->store_column(type, keys + (size_t)h * cache->k_head_bytes, cache->lanes,
-                                     key, p->head_dim);
-            c->kernels->store(type, values + (size_t)h * cache->v_head_bytes,
-                              v + (int64_t)h * p->v_dim, p->v_dim);
+            bg_cpu_store_kv(c, p->layer, r, h, key, v + (int64_t)h * p->v_dim);
         }
     }
 }
@@ -151,7 +165,7 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
     if ((p->q_norm && p->q_norm->n != p->head_dim) || (p->k_norm && p->k_norm->n != p->head_dim))
         return bg_fail(err, BG_INTERNAL, "op rope_store: head norms have not %d values",
                        p->head_dim);
-    store_job job = {c,          p,           p->rope ? rope_table(c, p->rope) : NULL,
+    store_job job = {c,          p,           p->rope ? bg_cpu_rope_table(c, p->rope) : NULL,
                      qkv->data,  q_out->data, qkv->cols,
                      q_out->cols};
     if (c->s.n_rows >= 4)
@@ -172,11 +186,31 @@ typedef struct attend_job {
     float *out;
     int64_t q_cols, out_cols;
     int tile_rows, head_chunk, n_chunks, n_items;
+    /* Latent attention: the last values of a query come from here, not rotated yet. */
+    const bg_mla *mla; /* NULL: not latent */
+    const bg_rope_table *table;
+    const float *q_rope; /* row r, head h at q_rope + r * rope_cols + h * (nope + n_rot) + nope */
+    int64_t rope_cols;
 } attend_job;
 
 static int ceil_div(int a, int b)
 {
     return (a + b - 1) / b;
+}
+
+/* Rows of a sequence that see all keys before them; the others, which come after these, see the
+ * ones that the indexer chose, and are tiles of their own. */
+static int dense_rows(const attend_job *job, const bg_step_seq *seq)
+{
+    if (!job->mla || !job->mla->selected) return seq->n_tokens;
+    const int n = job->c->selection_top_k - seq->pos0;
+    return n < 0 ? 0 : n < seq->n_tokens ? n : seq->n_tokens;
+}
+
+static int count_tiles(const attend_job *job, const bg_step_seq *seq)
+{
+    const int n = dense_rows(job, seq);
+    return ceil_div(n, job->tile_rows) + seq->n_tokens - n;
 }
 
 /* Fills work0 for the job's tile sizes; returns the number of items. */
@@ -188,13 +222,61 @@ static int count_items(attend_job *job)
     int n = 0;
     for (int s = 0; s < c->s.n_seqs; s++) {
         c->work0[s] = n;
-        n += ceil_div(c->s.seqs[s].n_tokens, job->tile_rows) * job->p->n_kv_heads * job->n_chunks;
+        n += count_tiles(job, &c->s.seqs[s]) * job->p->n_kv_heads * job->n_chunks;
     }
     c->work0[c->s.n_seqs] = n;
     return job->n_items = n;
 }
 
-static void attend_item(const attend_job *job, int item, float *scratch)
+/* Puts the query vectors of an item together: [q_lat | rope part], one after another. */
+static void latent_queries(const attend_job *job, int row, int n_rows, int h0, int n_heads,
+                           float *to)
+{
+    const bg_mla *p = job->mla;
+    const size_t half = (size_t)(p->n_rot / 2);
+    for (int r = row; r < row + n_rows; r++)
+        for (int h = h0; h < h0 + n_heads; h++, to += job->p->head_dim) {
+            memcpy(to, job->q + r * job->q_cols + (int64_t)h * p->kv_rank,
+                   (size_t)p->kv_rank * sizeof *to);
+            memcpy(to + p->kv_rank,
+                   job->q_rope + r * job->rope_cols + (int64_t)h * (p->nope + p->n_rot) + p->nope,
+                   (size_t)p->n_rot * sizeof *to);
+            job->c->kernels->rotate(to + p->kv_rank, job->table->cosine + (size_t)r * half,
+                                    job->table->sine + (size_t)r * half, p->n_rot, p->rope->neox);
+        }
+}
+
+/* The chosen keys of a row as a cache of their own: blocks 0, 1, ... of the thread's memory. */
+static void gather_selected(const attend_job *job, const bg_step_seq *seq, int row, bg_attend *a,
+                            int thread)
+{
+    bg_cpu *c = job->c;
+    const bg_cache *cache = &c->cache;
+    const int n = c->selection_top_k, bt = cache->spec.block_tokens;
+    const int32_t *pos = c->selection + (size_t)row * (size_t)n;
+    const size_t elem = cache->spec.type == BG_CACHE_F32 ? 4 : 2;
+    const size_t k_line = (size_t)cache->lanes * elem, v_line = (size_t)cache->v_stride * elem;
+    char *k = c->chosen_k + (size_t)thread * c->chosen_k_bytes;
+    char *v = c->chosen_v + (size_t)thread * c->chosen_v_bytes;
+    for (int i = 0; i < n; i++) {
+        const size_t from_block = (size_t)seq->blocks[pos[i] / bt], to_block = (size_t)(i / bt);
+        const size_t from = (size_t)(pos[i] % bt), to = (size_t)(i % bt);
+        const char *src = a->k + from_block * a->k_block_bytes + from * elem;
+        char *dst = k + to_block * cache->k_head_bytes + to * elem;
+        for (int d = 0; d < cache->spec.k_dim; d++)
+            memcpy(dst + (size_t)d * k_line, src + (size_t)d * k_line, elem);
+        memcpy(v + to_block * cache->v_head_bytes + to * v_line,
+               a->v + from_block * a->v_block_bytes + from * v_line, v_line);
+    }
+    a->k = k;
+    a->v = v;
+    a->k_block_bytes = cache->k_head_bytes;
+    a->v_block_bytes = cache->v_head_bytes;
+    a->blocks = c->chosen_blocks;
+    a->pos0 = n - 1;
+}
+
+static void attend_item(const attend_job *job, int item, int thread)
 {
     bg_cpu *c = job->c;
     const bg_attn *p = job->p;
@@ -212,8 +294,11 @@ static void attend_item(const attend_job *job, int item, float *scratch)
     const int chunk = i % job->n_chunks;
     i /= job->n_chunks;
     const int kv = i % p->n_kv_heads;
-    const int n_tiles = ceil_div(seq->n_tokens, job->tile_rows);
-    const int row = (n_tiles - 1 - i / p->n_kv_heads) * job->tile_rows; /* the longest first */
+    const int n_dense = dense_rows(job, seq), dense_tiles = ceil_div(n_dense, job->tile_rows);
+    const int tile = count_tiles(job, seq) - 1 - i / p->n_kv_heads; /* the longest first */
+    const bool chosen = tile >= dense_tiles;
+    const int row = chosen ? n_dense + tile - dense_tiles : tile * job->tile_rows;
+    const int left = chosen ? 1 : n_dense - row;
 
     /* Local heads that read this KV head; with uneven shares the first and last may have few. */
     const int first = (p->kv_head0 + kv) * p->group - p->head0, end = first + p->group;
@@ -222,10 +307,9 @@ static void attend_item(const attend_job *job, int item, float *scratch)
     const int n_heads = h_end - h0 < job->head_chunk ? h_end - h0 : job->head_chunk;
     if (n_heads <= 0) return;
 
-    const int left = seq->n_tokens - row;
     const size_t head_in_layer =
         (size_t)p->layer * (size_t)cache->spec.n_blocks * (size_t)p->n_kv_heads + (size_t)kv;
-    const bg_attend a = {
+    bg_attend a = {
         .q = job->q + (seq->row0 + row) * job->q_cols + (int64_t)h0 * p->head_dim,
         .out = job->out + (seq->row0 + row) * job->out_cols + (int64_t)h0 * p->v_dim,
         .q_stride = job->q_cols,
@@ -248,8 +332,15 @@ static void attend_item(const attend_job *job, int item, float *scratch)
         .softcap = p->softcap,
         .window = p->window,
         .sinks = p->sinks ? p->sinks->data + h0 : NULL,
-        .scratch = scratch,
+        .scratch = c->attend_scratch + (size_t)thread * c->attend_floats,
     };
+    if (job->mla) {
+        float *q = c->query_scratch + (size_t)thread * c->query_floats;
+        latent_queries(job, seq->row0 + row, a.n_rows, h0, n_heads, q);
+        a.q = q;
+        a.q_stride = (int64_t)n_heads * p->head_dim;
+        if (chosen) gather_selected(job, seq, seq->row0 + row, &a, thread);
+    }
     c->kernels->attend(&a);
 }
 
@@ -257,9 +348,25 @@ static void attend_items(void *ctx, int thread, int n_threads)
 {
     const attend_job *job = ctx;
     (void)n_threads;
-    float *scratch = job->c->attend_scratch + (size_t)thread * job->c->attend_floats;
     for (int i; (i = bg_pool_next(job->c->pool)) < job->n_items;)
-        attend_item(job, i, scratch);
+        attend_item(job, i, thread);
+}
+
+/* Cuts the work into items, so that all threads have some, and does it. */
+static void attend(attend_job *job)
+{
+    const bg_attn *p = job->p;
+    job->head_chunk = p->group < BG_ATTEND_ROWS ? p->group : BG_ATTEND_ROWS;
+    if (job->head_chunk > p->n_heads) job->head_chunk = p->n_heads;
+    job->tile_rows = BG_ATTEND_ROWS / job->head_chunk;
+    const int n_threads = bg_pool_threads(job->c->pool);
+    while (count_items(job) < 4 * n_threads && n_threads > 1 && job->tile_rows > 8)
+        job->tile_rows = ceil_div(job->tile_rows, 2);
+    while (job->n_items < 3 * n_threads && n_threads > 1 && job->head_chunk > 1) {
+        job->head_chunk = ceil_div(job->head_chunk, 2);
+        count_items(job);
+    }
+    if (job->n_items > 0) bg_pool_run(job->c->pool, attend_items, job);
 }
 
 bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
@@ -294,17 +401,31 @@ bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg
         return bg_fail(err, BG_INTERNAL, "op attention: %lld sinks for %d heads",
                        (long long)p->sinks->n, p->n_heads);
 
-    attend_job job = {c, p, q->data, out->data, q->cols, out->cols, 0, 0, 0, 0};
-    job.head_chunk = p->group < BG_ATTEND_ROWS ? p->group : BG_ATTEND_ROWS;
-    if (job.head_chunk > p->n_heads) job.head_chunk = p->n_heads;
-    job.tile_rows = BG_ATTEND_ROWS / job.head_chunk;
-    const int n_threads = bg_pool_threads(c->pool);
-    while (count_items(&job) < 4 * n_threads && n_threads > 1 && job.tile_rows > 8)
-        job.tile_rows = ceil_div(job.tile_rows, 2);
-    while (job.n_items < 3 * n_threads && n_threads > 1 && job.head_chunk > 1) {
-        job.head_chunk = ceil_div(job.head_chunk, 2);
-        count_items(&job);
-    }
-    if (job.n_items > 0) bg_pool_run(c->pool, attend_items, &job);
+    attend_job job = {
+        .c = c, .p = p, .q = q->data, .out = out->data, .q_cols = q->cols, .out_cols = out->cols};
+    attend(&job);
     return BG_OK;
+}
+
+void bg_cpu_attend_latent(bg_cpu *c, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                          const bg_mla *p, const bg_rope_table *table)
+{
+    const bg_attn as_heads = {.layer = p->layer,
+                              .n_heads = p->n_heads,
+                              .n_kv_heads = 1,
+                              .group = p->n_heads,
+                              .head_dim = c->cache.spec.k_dim,
+                              .v_dim = p->kv_rank,
+                              .scale = p->scale};
+    attend_job job = {.c = c,
+                      .p = &as_heads,
+                      .q = q_lat->data,
+                      .out = out->data,
+                      .q_cols = q_lat->cols,
+                      .out_cols = out->cols,
+                      .mla = p,
+                      .table = table,
+                      .q_rope = q->data,
+                      .rope_cols = q->cols};
+    attend(&job);
 }

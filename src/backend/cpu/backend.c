@@ -177,6 +177,30 @@ static int round_up(int n)
     return (n + BG_LANES - 1) / BG_LANES * BG_LANES;
 }
 
+/* The cache of the indexers' keys, and room for what they choose. */
+static bg_status make_index(bg_cpu *c, bg_error *err)
+{
+    bg_cache *cache = &c->cache;
+    const bg_cache_spec *spec = &cache->spec;
+    const size_t elem = spec->type == BG_CACHE_F32 ? 4 : 2, n_threads = (size_t)c->config.n_threads;
+    const size_t top_k = (size_t)spec->index_top_k, max_tokens = (size_t)c->config.max_tokens;
+    const size_t blocks = (top_k + (size_t)spec->block_tokens - 1) / (size_t)spec->block_tokens;
+    const size_t n = (size_t)spec->n_index * (size_t)spec->n_blocks;
+    cache->index_block_bytes = (size_t)spec->index_dim * (size_t)cache->lanes * elem;
+    c->chosen_k_bytes = blocks * cache->k_head_bytes;
+    c->chosen_v_bytes = blocks * cache->v_head_bytes;
+    bg_status st = map_array(c, &cache->index, n, cache->index_block_bytes, "index cache", err);
+    if (!st) st = map_array(c, &c->selection, max_tokens * top_k, sizeof(int32_t), "index", err);
+    if (!st) st = map_array(c, &c->chosen_k, n_threads, c->chosen_k_bytes, "index", err);
+    if (!st) st = map_array(c, &c->chosen_v, n_threads, c->chosen_v_bytes, "index", err);
+    if (!st) st = map_array(c, &c->chosen_blocks, blocks, sizeof(int32_t), "index", err);
+    for (size_t i = 0; !st && i < blocks; i++)
+        c->chosen_blocks[i] = (int32_t)i;
+    c->bytes += n * cache->index_block_bytes + n_threads * (c->chosen_k_bytes + c->chosen_v_bytes) +
+                max_tokens * top_k * sizeof(int32_t);
+    return st;
+}
+
 static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err)
 {
     bg_cpu *c = (bg_cpu *)b;
@@ -189,6 +213,15 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
                        "KV cache: %d layers, %d blocks of %d, %d heads of %d and %d",
                        spec->n_layers, spec->n_blocks, spec->block_tokens, spec->n_kv_heads,
                        spec->k_dim, spec->v_dim);
+    if (spec->latent
+            ? spec->n_kv_heads != 1 || spec->v_dim != spec->latent || spec->k_dim < spec->latent
+            : spec->n_index != 0)
+        return bg_fail(err, BG_INTERNAL,
+                       "KV cache: %d latent values of %d and %d, %d heads, %d index layers",
+                       spec->latent, spec->k_dim, spec->v_dim, spec->n_kv_heads, spec->n_index);
+    if (spec->n_index < 0 || (spec->n_index && (spec->index_dim < 1 || spec->index_top_k < 1)))
+        return bg_fail(err, BG_INTERNAL, "KV cache: %d index layers of %d values, %d chosen",
+                       spec->n_index, spec->index_dim, spec->index_top_k);
     bg_cache *cache = &c->cache;
     const size_t elem = spec->type == BG_CACHE_F32 ? 4 : 2;
     const size_t n_threads = (size_t)c->config.n_threads;
@@ -211,7 +244,14 @@ static bg_status cpu_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_erro
     if (!st)
         st = map_array(c, &c->head_scratch, n_threads * c->head_floats, sizeof(float),
                        "attention scratch", err);
-    const size_t table = (size_t)c->config.max_tokens * (size_t)(spec->k_dim / 2 + 1);
+    c->query_floats =
+        spec->latent ? ((size_t)spec->k_dim * BG_ATTEND_ROWS + 1023) & ~(size_t)1023 : 0;
+    if (!st)
+        st = map_array(c, &c->query_scratch, n_threads * c->query_floats, sizeof(float),
+                       "attention scratch", err);
+    if (!st && spec->n_index) st = make_index(c, err);
+    const int rope_dim = spec->k_dim > spec->index_dim ? spec->k_dim : spec->index_dim;
+    const size_t table = (size_t)c->config.max_tokens * (size_t)(rope_dim / 2 + 1);
     for (int i = 0; !st && i < BG_ROPE_TABLES; i++) {
         st = map_array(c, &c->rope[i].cosine, table, sizeof(float), "rope table", err);
         if (!st) st = map_array(c, &c->rope[i].sine, table, sizeof(float), "rope table", err);
@@ -236,7 +276,7 @@ static bg_status cpu_begin_step(bg_backend *b, const bg_batch *batch, bg_error *
 {
     bg_cpu *c = (bg_cpu *)b;
     c->n_rope = 0;
-    c->sampled = c->has_logits = false;
+    c->sampled = c->has_logits = c->has_selection = false;
     return bg_steps_begin(&c->s, batch, err);
 }
 
@@ -481,6 +521,9 @@ static const bg_ops cpu_ops = {
     .linear = cpu_linear,
     .rope_store = bg_cpu_rope_store,
     .attention = bg_cpu_attention,
+    .mla_store = bg_cpu_mla_store,
+    .mla_query = bg_cpu_mla_query,
+    .mla_attention = bg_cpu_mla_attention,
     .glu = bg_cpu_glu,
     .all_reduce = cpu_all_reduce,
     .gather_out = bg_cpu_gather_out,
@@ -495,6 +538,7 @@ static const bg_ops cpu_ops = {
     .memory = cpu_memory,
     .linear_cost = cpu_linear_cost,
     .attention_cost = cpu_attention_cost,
+    .mla_cost = bg_cpu_mla_cost,
 };
 
 /* ---- making one ------------------------------------------------------------------------------ */

@@ -21,7 +21,8 @@ typedef struct bg_cache { /* layout of a block: kernels.h, bg_attend */
     int lanes, v_stride;
     size_t k_head_bytes, v_head_bytes; /* of one KV head in one block */
     char *k, *v;
-    size_t k_bytes, v_bytes;
+    char *index; /* [n_index, n_blocks] blocks of [index_dim][lanes], as K */
+    size_t index_block_bytes;
 } bg_cache;
 
 /* cos and sin of this step's rows for one rotation, made when an op first asks for it. */
@@ -74,8 +75,20 @@ typedef struct bg_cpu {
     size_t attend_floats;
     float *head_scratch; /* n_threads times head_floats: one K head */
     size_t head_floats;
+    float *query_scratch; /* n_threads times query_floats: latent queries of an item */
+    size_t query_floats;
+    /* Chosen keys and values of a row, gathered: n_threads times a little cache of index_top_k. */
+    char *chosen_k, *chosen_v;
+    size_t chosen_k_bytes, chosen_v_bytes;
+    int32_t *chosen_blocks; /* 0, 1, 2, ... */
     bg_rope_table rope[BG_ROPE_TABLES];
     int n_rope;
+
+    /* What the step's last index op chose: selection_top_k positions a row, ascending, for the rows
+     * that see more than that. */
+    int32_t *selection;
+    int selection_top_k;
+    bool has_selection;
 
     bg_steps s; /* the slots and the step */
     bool sampled, has_logits;
@@ -91,7 +104,17 @@ typedef struct bg_cpu {
 /* Sum of squares to the factor of a norm. */
 float bg_cpu_norm_factor(const bg_cpu *c, const float *x, int64_t n, float eps);
 
-/* misc_ops.c and attend.c: the vtable's functions that are loops over rows. */
+/* This step's table for a rotation, made at its first use. */
+const bg_rope_table *bg_cpu_rope_table(bg_cpu *c, const bg_rope *rope);
+/* Stores a row's key and value of a KV head at the row's position. */
+void bg_cpu_store_kv(const bg_cpu *c, int layer, int row, int head, const float *key,
+                     const float *value);
+/* mla_attention, once its arguments are known to fit. */
+void bg_cpu_attend_latent(bg_cpu *c, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                          const bg_mla *p, const bg_rope_table *table);
+
+/* misc_ops.c, attend_ops.c, mla.c, index.c, route.c, moe.c: the vtable's functions that are loops
+ * over rows. */
 bg_status bg_cpu_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
                        bg_error *err);
 bg_status bg_cpu_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg_vec *w, float eps,
@@ -106,5 +129,12 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
                             bg_error *err);
 bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
                            bg_error *err);
+bg_status bg_cpu_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                           bg_error *err);
+bg_status bg_cpu_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                           bg_error *err);
+bg_status bg_cpu_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                               const bg_mla *p, bg_error *err);
+void bg_cpu_mla_cost(const bg_backend *b, const bg_mla *p, bg_cost *cost);
 
 #endif

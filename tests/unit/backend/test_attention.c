@@ -55,7 +55,13 @@ static void run(const shape *s, const char *isa, int n_threads, int n_seqs, cons
     bg_backend *b = backend_of(&config);
     bg_cpu *c = (bg_cpu *)b;
     const int n_kv = kv_count(s);
-    const bg_cache_spec spec = {LAYERS, 160, s->block_tokens, n_kv, s->head_dim, s->v_dim, s->type};
+    const bg_cache_spec spec = {.n_layers = LAYERS,
+                                .n_blocks = 160,
+                                .block_tokens = s->block_tokens,
+                                .n_kv_heads = n_kv,
+                                .k_dim = s->head_dim,
+                                .v_dim = s->v_dim,
+                                .type = s->type};
     OK(b->ops->cache_new(b, &spec, err));
     memset(c->cache.k, 0xff, c->cache.k_head_bytes * LAYERS * 160 * (size_t)n_kv);
     memset(c->cache.v, 0xff, c->cache.v_head_bytes * LAYERS * 160 * (size_t)n_kv);
@@ -275,7 +281,13 @@ Test(rope_store, rotates_norms_and_stores)
             config.check = true;
             bg_backend *b = backend_of(&config);
             bg_cpu *c = (bg_cpu *)b;
-            const bg_cache_spec spec = {2, 80, BT, KV, DIM, V, BG_CACHE_F32};
+            const bg_cache_spec spec = {.n_layers = 2,
+                                        .n_blocks = 80,
+                                        .block_tokens = BT,
+                                        .n_kv_heads = KV,
+                                        .k_dim = DIM,
+                                        .v_dim = V,
+                                        .type = BG_CACHE_F32};
             OK(b->ops->cache_new(b, &spec, err));
             bg_act qkv, q;
             const int64_t cols = HEADS * DIM + KV * (DIM + V);
@@ -350,7 +362,13 @@ Test(attention, refuses_what_does_not_fit)
 {
     bg_backend_config config = config_of(NULL, 1);
     bg_backend *b = backend_of(&config);
-    const bg_cache_spec spec = {2, 8, 16, 2, 32, 32, BG_CACHE_F16};
+    const bg_cache_spec spec = {.n_layers = 2,
+                                .n_blocks = 8,
+                                .block_tokens = 16,
+                                .n_kv_heads = 2,
+                                .k_dim = 32,
+                                .v_dim = 32,
+                                .type = BG_CACHE_F16};
     OK(b->ops->cache_new(b, &spec, err));
     bg_act q, o;
     OK(b->ops->act_new(b, &q, "q", 4, 128, err));

@@ -17,7 +17,13 @@ static bg_backend *with_cache(void)
     config.max_out = 2;
     config.max_ctx = 64;
     bg_backend *b = backend_of(&config);
-    const bg_cache_spec spec = {1, BLOCKS, BT, 1, 16, 16, BG_CACHE_F16};
+    const bg_cache_spec spec = {.n_layers = 1,
+                                .n_blocks = BLOCKS,
+                                .block_tokens = BT,
+                                .n_kv_heads = 1,
+                                .k_dim = 16,
+                                .v_dim = 16,
+                                .type = BG_CACHE_F16};
     OK(b->ops->cache_new(b, &spec, err));
     return b;
 }
@@ -222,7 +228,13 @@ Test(step, a_backend_asked_for_the_impossible)
     cr_expect_eq(b->ops->memory(b) - empty, 4000);
     cr_expect_eq((uintptr_t)a.data % 64, 0);
     /* far more than the machine has: blocks that nobody touches cost nothing */
-    const bg_cache_spec spec = {4, 1 << 20, 16, 4, 64, 64, BG_CACHE_F16};
+    const bg_cache_spec spec = {.n_layers = 4,
+                                .n_blocks = 1 << 20,
+                                .block_tokens = 16,
+                                .n_kv_heads = 4,
+                                .k_dim = 64,
+                                .v_dim = 64,
+                                .type = BG_CACHE_F16};
     OK(b->ops->cache_new(b, &spec, err));
     cr_expect(b->ops->memory(b) > (uint64_t)60 << 30);
     FAILS(BG_INTERNAL, "one KV cache", b->ops->cache_new(b, &spec, err));

@@ -38,7 +38,8 @@ typedef struct bgk_out { /* what a kernel writes */
 } bgk_out;
 enum { BGK_TILE_ROWS = 256, BGK_TILE_COLS = 64 };
 
-typedef enum bgk_act { BGK_SILU, BGK_GELU_TANH, BGK_GELU_ERF } bgk_act;
+/* BGK_SWIGLU_CLAMP takes both: min(g, 7) sigmoid(1.702 min(g, 7)) (clamp(u, -7, 7) + 1). */
+typedef enum bgk_act { BGK_SILU, BGK_GELU_TANH, BGK_GELU_ERF, BGK_SWIGLU_CLAMP } bgk_act;
 
 /* ---- step.cu ---------------------------------------------------------------------------------
  * ids[t] = history[slot_of_seq[seq[t]], pos[t]], 0 for slot -1; history [slots, stride]. */
@@ -142,7 +143,7 @@ typedef struct bgk_wtile {
     int32_t format; /* bgk_format */
     int32_t out0;   /* the output column of its first row; not with glu */
     int32_t n_rows; /* 1 to 64 of them are written; not with glu */
-    int32_t unused;
+    int32_t x_chunk0; /* the first 64-column group of x that it reads; see block_tiles */
 } bgk_wtile;
 
 typedef struct bgk_weights {
@@ -153,12 +154,15 @@ typedef struct bgk_weights {
     int splits;       /* 1, 2 or 4: K is summed in so many parts, then these in order */
     unsigned formats; /* bit f: some tile has format f */
     int n_ff;         /* 0: no glu; else columns of its result */
+    int n_out;        /* columns of the result; for BGK_TILES without glu */
+    int block_tiles;  /* not 0: so many tiles at a time have the same x_chunk0 */
     uint8_t shape[BGK_TOKEN_CLASSES]; /* 1 + bgk_shape for so many tokens; 0: by a rule */
 } bgk_weights;
 
-/* out[t, tile's columns] = sum_k x[t, k] w + bias for t in [0, tokens); with n_ff the products
- * fn(gate) * up, of which columns [n_ff, 64-column group's end) are written as 0. x: BGK_TILES,
- * n_chunks groups. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
+/* out[t, tile's columns] = sum_k x[t, 64 x_chunk0 + k] w + bias for t in [0, tokens), in any layout
+ * (BGK_HALF_ROWS: halves; both kinds of halves saturated); with n_ff the products fn(gate) * up,
+ * BGK_TILES. Columns that fill up the last group of BGK_TILES are written as 0. x: BGK_TILES,
+ * n_chunks groups from a tile's x_chunk0 on. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream);
 /* The shape that it takes for so many tokens. */
@@ -166,6 +170,14 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
 /* The same in blocks of one's choice. */
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
+
+/* ---- moe.cu, experts.cu: mixture of experts ------------------------------------------------------
+ * One piece of work of the grouped products: consecutive rows of one expert. */
+typedef struct bgk_moe_item {
+    int32_t expert; /* 0 .. 65535; bit 16: its rows are in h, in the order of tokens */
+    int32_t x_row;  /* the first, in h or among the gathered rows */
+    int32_t out_row, n;
+} bgk_moe_item;
 
 /* ---- repack.cu -------------------------------------------------------------------------------
  * GGUF types that are read on the GPU, by their ids there. */
@@ -376,20 +388,39 @@ enum { BGK_MAX_RANKS = 64 };
 cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ranks, int64_t n,
                           cudaStream_t stream);
 /* out[t, start_r + j] = in[r][t][j] for j < widths[r] (host), start_r the sum of the widths before;
- * in: [n_ranks, rows, shard_cols]. */
+ * in: [n_ranks, rows, shard_cols]. only >= 0: in is [rows, shard_cols], rank `only`'s, and stands
+ * for all. */
 cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
-                             const int64_t *widths, int n_ranks, int rows, cudaStream_t stream);
-/* x = the sum over ranks in rank order, n <= BGK_PEER_FLOATS, n % 4 == 0, x 16-byte aligned: each
- * rank puts its values where the others read them. All ranks call it in the same order with the
- * same n; it waits on the device for the others, for ever if one never comes. */
-enum { BGK_MAX_PEERS = 8, BGK_PEER_FLOATS = 1 << 17, BGK_PEER_BLOCKS = 32 };
-typedef struct bgk_peers { /* by rank; [rank] is this one's own memory, the others' is mapped */
-    float *data[BGK_MAX_PEERS];     /* [2, BGK_PEER_FLOATS] */
-    uint32_t *flags[BGK_MAX_PEERS]; /* [BGK_PEER_BLOCKS, BGK_MAX_PEERS], zero at first */
-    uint32_t *epoch;                /* own: [BGK_PEER_BLOCKS], zero at first */
+                             const int64_t *widths, int n_ranks, int only, int rows,
+                             cudaStream_t stream);
+/* Sums over the ranks of GPUs that can read and write each other's memory. */
+enum {
+    BGK_MAX_PEERS = 8,
+    BGK_PEER_FLOATS = 1 << 21, /* of a sum */
+    BGK_LINE_FLOATS = 1 << 15, /* with BGK_SUM_LINES */
+    BGK_PEER_BLOCKS = 96,      /* of a launch */
+};
+typedef struct bgk_peers {
+    /* By rank: bgk_peer_bytes(), 256-byte aligned, zero before the first call. [rank] is this one's
+     * own, the others' is mapped. */
+    void *memory[BGK_MAX_PEERS];
     int rank, n_ranks;
 } bgk_peers;
-cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, cudaStream_t stream);
+size_t bgk_peer_bytes(void);
+typedef enum bgk_sum {
+    BGK_SUM_LINES, /* everyone writes to everyone, with flags among the values: the quickest */
+    BGK_SUM_ONCE,  /* everyone reads from everyone */
+    BGK_SUM_TWICE, /* everyone adds a slice, and reads the others': the least traffic */
+} bgk_sum;
+bgk_sum bgk_sum_way(int64_t n, int n_ranks); /* likely the fastest */
+/* x = the sum over ranks in rank order, in float32: the same bits on every rank, and whatever the
+ * way. 1 <= n <= BGK_PEER_FLOATS, n % 4 == 0, x 16-byte aligned. All ranks call it in the same
+ * order with the same n and way; it waits on the device for the others, for ever if one never
+ * comes. */
+cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, bgk_sum way,
+                          cudaStream_t stream);
+/* Takes so long on the stream, and does nothing. */
+cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream);
 /* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
  * until *never is not 0. */
 cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);

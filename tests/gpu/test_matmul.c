@@ -269,6 +269,169 @@ Test(matmul, mixed_formats)
         }
 }
 
+/* ---- layouts of the result, block-diagonal weights ---------------------------------------------
+ */
+
+typedef struct blocks {
+    bgk_format format;
+    int n_blocks, rows, k; /* of one block */
+    int x_groups;          /* from one block's columns to the next one's */
+    int tokens, splits;
+    bgk_layout layout;
+} blocks;
+
+static size_t place_in(const blocks *b, size_t stride, size_t row, size_t col)
+{
+    return b->layout == BGK_TILES ? tile_index(stride, row, col) : row * stride + col;
+}
+
+static void check_blocks(const blocks *b)
+{
+    const size_t n_blocks = (size_t)b->n_blocks, rows = (size_t)b->rows, k = (size_t)b->k,
+                 n = (size_t)b->tokens, cols = n_blocks * rows,
+                 x_cols = ((n_blocks - 1) * (size_t)b->x_groups + (k + 63) / 64) * 64,
+                 x_stride = (n + 255) / 256 * 256;
+    const size_t all = (cols + 63) / 64 * 64;
+    const size_t stride = b->layout == BGK_TILES ? x_stride : cols + 5;
+    const size_t values = b->layout == BGK_TILES ? all * stride : n * stride,
+                 each = b->layout == BGK_ROWS ? 4 : 2;
+    float *x = random_f32(n * x_cols, 3, 2);
+    for (size_t i = 0; i < n * x_cols; i++)
+        x[i] = bg_f16_to_f32(bg_f32_to_f16(x[i]));
+    uint16_t *xt = to_tiles(x, n, x_cols, x_stride);
+    void *dx = to_device(xt, x_cols / 64 * x_stride * 128);
+    host_tiles *t = calloc(n_blocks, sizeof *t);
+    void **data = calloc(n_blocks, sizeof *data);
+    const int tiles = (b->rows + 63) / 64, n_tiles = tiles * b->n_blocks;
+    bgk_wtile *list = calloc((size_t)n_tiles, sizeof *list);
+    float *scales = malloc((size_t)n_tiles * 64 * sizeof *scales);
+    for (int i = 0; i < b->n_blocks; i++) {
+        tile_matrix a = tile_matrix_random(b->format, b->rows, b->k, 60 + (uint64_t)i, 0.05f);
+        t[i] = pack_tiles_host(&a, NULL);
+        tile_matrix_free(&a);
+        data[i] = to_device(t[i].data, t[i].bytes);
+        memcpy(scales + i * tiles * 64, t[i].row_scale, (size_t)tiles * 64 * sizeof *scales);
+        for (int j = 0; j < tiles; j++)
+            list[i * tiles + j] =
+                (bgk_wtile){.w = (char *)data[i] + (size_t)j * (size_t)t[i].n_chunks *
+                                                       (size_t)bgk_chunk_bytes(b->format),
+                            .format = b->format,
+                            .out0 = i * b->rows + 64 * j,
+                            .n_rows = b->rows - 64 * j < 64 ? b->rows - 64 * j : 64,
+                            .x_chunk0 = i * b->x_groups};
+    }
+    void *d_list = to_device(list, (size_t)n_tiles * sizeof *list),
+         *d_scales = to_device(scales, (size_t)n_tiles * 64 * sizeof *scales);
+    const bgk_weights w = {.tiles = d_list,
+                           .row_scale = d_scales,
+                           .n_tiles = n_tiles,
+                           .n_chunks = (b->k + 63) / 64,
+                           .splits = b->splits,
+                           .formats = 1u << b->format,
+                           .n_out = (int)cols,
+                           .block_tiles = tiles};
+    double *want = malloc(n * cols * sizeof *want), *scale = malloc(n * cols * sizeof *scale);
+    for (size_t c = 0; c < cols; c++)
+        for (size_t j = 0; j < n; j++) {
+            const size_t block = c / rows, r = c % rows;
+            double s = 0, m = 0;
+            for (size_t i = 0; i < k; i++) {
+                const double v = weight(&t[block], (int)(r / 64), (int)(r % 64), (int)i) *
+                                 (double)x[j * x_cols + block * (size_t)b->x_groups * 64 + i];
+                s += v;
+                m += fabs(v);
+            }
+            want[j * cols + c] = s;
+            scale[j * cols + c] = m;
+        }
+    unsigned char *first = NULL;
+    for (int shape = 0; shape < BGK_SHAPES; shape++) {
+        void *out = poisoned(values * each + GUARD);
+        const bgk_out o = {out, b->layout, (int64_t)stride};
+        CU(bgk_matmul_as(&o, &w, dx, (int64_t)x_stride, b->tokens, BGK_SILU, (bgk_shape)shape, 0));
+        unsigned char *got = from_device(out, values * each + GUARD);
+        cudaFree(out);
+        cr_expect(all_poison(got + values * each, GUARD), "wrote past the end");
+        float *val = malloc(n * cols * sizeof *val);
+        size_t stray = 0;
+        for (size_t j = 0; j < (b->layout == BGK_TILES ? stride : n); j++)
+            for (size_t c = 0; c < (b->layout == BGK_TILES ? all : stride); c++) {
+                float v;
+                uint16_t h = 0;
+                const size_t at = place_in(b, stride, j, c);
+                if (each == 4) {
+                    memcpy(&v, got + 4 * at, 4);
+                } else {
+                    memcpy(&h, got + 2 * at, 2);
+                    v = bg_f16_to_f32(h);
+                }
+                if (j < n && c < cols)
+                    val[j * cols + c] = v;
+                else if (j < n && b->layout == BGK_TILES ? h != 0 : !isnan(v))
+                    stray++;
+            }
+        cr_expect_eq(stray, 0, "%zu values outside were written (or are not 0)", stray);
+        const worst e = worst_of(val, want, scale, 1e-6, n * cols);
+        cr_expect(e.err < (each == 4 ? 1e-4 : 1e-3),
+                  "format %d, %zu blocks [%zu, %zu], every %d groups, x %zu, splits %d, layout %d, "
+                  "shape %d: error %.3g at token %zu column %zu: got %.8g want %.8g",
+                  b->format, n_blocks, rows, k, b->x_groups, n, b->splits, b->layout, shape, e.err,
+                  e.at / cols, e.at % cols, (double)val[e.at], want[e.at]);
+        free(val);
+        if (first) {
+            cr_expect_arr_eq(got, first, values * each, "shape %d gives other bits", shape);
+            free(got);
+        } else {
+            first = got;
+        }
+    }
+    free(first);
+    free(want);
+    free(scale);
+    free(x);
+    free(xt);
+    free(list);
+    free(scales);
+    cudaFree(dx);
+    cudaFree(d_list);
+    cudaFree(d_scales);
+    for (size_t i = 0; i < n_blocks; i++) {
+        cudaFree(data[i]);
+        host_tiles_free(&t[i]);
+    }
+    free(t);
+    free(data);
+}
+
+Test(matmul, layouts)
+{
+    NEEDS_GPU();
+    static const blocks list[] = {
+        {BGK_W4, 1, 64, 64, 0, 1, 1, BGK_TILES},
+        {BGK_W4, 1, 130, 320, 0, 9, 1, BGK_TILES},
+        {BGK_W6, 1, 200, 1024, 0, 70, 2, BGK_TILES},
+        {BGK_W16, 1, 1, 128, 0, 3, 1, BGK_TILES},
+        {BGK_W4, 1, 576, 512, 0, 130, 4, BGK_TILES},
+        {BGK_W4, 1, 130, 320, 0, 9, 1, BGK_HALF_ROWS},
+        {BGK_W8, 1, 256, 640, 0, 300, 2, BGK_HALF_ROWS},
+    };
+    for (size_t i = 0; i < (gpu_small() ? 2 : sizeof list / sizeof *list); i++)
+        check_blocks(&list[i]);
+}
+
+Test(matmul, block_diagonal)
+{
+    NEEDS_GPU();
+    static const blocks list[] = {
+        {BGK_W4, 3, 64, 128, 2, 5, 1, BGK_ROWS},     {BGK_W4, 4, 512, 192, 4, 33, 1, BGK_TILES},
+        {BGK_W8, 3, 192, 192, 4, 130, 1, BGK_TILES}, {BGK_W16, 5, 24, 96, 3, 40, 1, BGK_TILES},
+        {BGK_W16, 3, 100, 64, 1, 7, 1, BGK_TILES},   {BGK_W6, 2, 128, 1088, 20, 70, 2, BGK_TILES},
+        {BGK_W5, 2, 256, 512, 8, 300, 1, BGK_ROWS},
+    };
+    for (size_t i = 0; i < (gpu_small() ? 3 : sizeof list / sizeof *list); i++)
+        check_blocks(&list[i]);
+}
+
 Test(matmul, refuses)
 {
     NEEDS_GPU();

@@ -17,7 +17,9 @@ struct bg_linear {
     char *name;
     void *w; /* [n_rows, k_padded] */
     float *bias;
-    int n_rows, k, k_padded;
+    int n_rows, k, k_padded;     /* n_rows: of all blocks */
+    int n_blocks, x_stride;      /* n_blocks 0: not block-diagonal */
+    int n_in;                    /* columns of the input */
     bgk_weights tiles;           /* tiled mode: instead of w and bias */
     void *half;                  /* fast.c: halves [n_rows, k_padded], bias beside; else NULL */
     uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
@@ -262,9 +264,19 @@ bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err);
 /* comm.c. After the stream is there; waits for the other ranks. */
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
 void bg_cuda_comm_free(bg_cuda *c);
-/* Small sums through each other's memory from now on, where that works (*used), as is tried by
- * itself where every rank has a GPU of its own. All ranks call it. */
+/* Sums of up to 8 MB through each other's memory from now on, where that works (*used), as is tried
+ * by itself where every rank has a GPU of its own. All ranks call it. */
 bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err);
+/* For tests: sums go that way, where it can be gone (peers: once bg_cuda_comm_peers() uses them). */
+typedef enum bg_cuda_sums {
+    BG_CUDA_SUMS_AUTO,
+    BG_CUDA_SUMS_LIBRARY, /* NCCL's own, in its order */
+    BG_CUDA_SUMS_NCCL,    /* NCCL's moves, added here */
+    BG_CUDA_SUMS_LINES,   /* these three by peers, of any length */
+    BG_CUDA_SUMS_ONCE,
+    BG_CUDA_SUMS_TWICE,
+} bg_cuda_sums;
+void bg_cuda_comm_force(bg_cuda *c, bg_cuda_sums sums);
 /* x = the sum over ranks, in rank order, of the first rows; nothing to do for the only rank. */
 bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err);
 /* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank]

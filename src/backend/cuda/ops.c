@@ -79,47 +79,73 @@ bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y
                         "op norm_add_norm");
 }
 
-static bg_status run_linear(bg_cuda *c, float *out, int64_t out_cols, const bg_linear *l,
-                            const bg_act *x, int n_rows, bg_error *err)
+/* A rank with nothing to sum: the bias, or 0. */
+static bg_status no_sum(bg_cuda *c, const bgk_out *out, const bg_linear *l, int n_rows,
+                        bg_error *err)
 {
-    if (!n_rows || !l->n_rows) return BG_OK;
-    if (!l->k) { /* a rank with nothing to sum: the bias, or 0 */
-        cudaError_t e = cudaSuccess;
-        for (int r = 0; r < n_rows && e == cudaSuccess; r++)
-            e = l->bias
-                    ? cudaMemcpyAsync(out + r * out_cols, l->bias, (size_t)l->n_rows * sizeof *out,
-                                      cudaMemcpyDeviceToDevice, c->stream)
-                    : cudaMemsetAsync(out + r * out_cols, 0, (size_t)l->n_rows * sizeof *out,
-                                      c->stream);
+    cudaError_t e = cudaSuccess;
+    if (out->layout == BGK_TILES) {
+        const size_t groups = ((size_t)l->n_rows + BGK_TILE_COLS - 1) / BGK_TILE_COLS;
+        if (l->tiles.bias || l->bias)
+            return bg_fail(err, BG_INTERNAL, "%s: a bias alone, as tiles", l->name);
+        e = cudaMemset2DAsync(out->data, (size_t)out->stride * BGK_TILE_COLS * 2, 0,
+                              (size_t)n_rows * BGK_TILE_COLS * 2, groups, c->stream);
         return bg_cuda_done(err, e, l->name);
     }
-    if (c->tiled) {
-        const bgk_out o = {out, BGK_ROWS, out_cols};
-        const bgk_out in = bg_cuda_out(x);
-        if (l->tiles.n_ff || in.layout != BGK_TILES)
-            return bg_fail(err, BG_INTERNAL, "op linear: %s with %s", l->name, x->name);
-        if (bg_cuda_fast_serves(l, out, n_rows))
-            return bg_cuda_fast_linear(c, out, out_cols, l, &in, n_rows, err);
-        return bg_cuda_done(
-            err, bgk_matmul(&o, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, c->stream),
-            l->name);
+    for (int r = 0; r < n_rows && e == cudaSuccess; r++) {
+        float *row = (float *)out->data + r * out->stride;
+        e = l->bias ? cudaMemcpyAsync(row, l->bias, (size_t)l->n_rows * sizeof *row,
+                                      cudaMemcpyDeviceToDevice, c->stream)
+                    : cudaMemsetAsync(row, 0, (size_t)l->n_rows * sizeof *row, c->stream);
     }
-    return bg_cuda_done(err,
-                        bgk_linear(out, out_cols, l->w, c->weights, l->bias, x->data, x->cols,
-                                   n_rows, l->n_rows, l->k, l->k_padded, c->scratch, c->stream),
-                        l->name);
+    return bg_cuda_done(err, e, l->name);
+}
+
+static bg_status plain_product(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                               int n_rows, bg_error *err)
+{
+    const int blocks = l->n_blocks ? l->n_blocks : 1, rows = l->n_rows / blocks;
+    const size_t each = (size_t)rows * (size_t)l->k_padded *
+                        (c->weights == BGK_F32 ? sizeof(float) : sizeof(uint16_t));
+    cudaError_t e = cudaSuccess;
+    for (int i = 0; i < blocks && e == cudaSuccess; i++)
+        e = bgk_linear((float *)out->data + (int64_t)i * rows, out->stride,
+                       (const char *)l->w + (size_t)i * each, c->weights, l->bias,
+                       (const float *)x->data + (int64_t)i * l->x_stride, x->cols, n_rows, rows,
+                       l->k, l->k_padded, c->scratch, c->stream);
+    return bg_cuda_done(err, e, l->name);
+}
+
+static bg_status run_linear(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                            int n_rows, bg_error *err)
+{
+    if (!n_rows || !l->n_rows) return BG_OK;
+    if (!l->k) return no_sum(c, out, l, n_rows, err);
+    if (!c->tiled) return plain_product(c, out, l, x, n_rows, err);
+    const bgk_out in = bg_cuda_out(x);
+    if (l->tiles.n_ff || in.layout != BGK_TILES)
+        return bg_fail(err, BG_INTERNAL, "op linear: %s with %s", l->name, x->name);
+    if (out->layout == BGK_ROWS && bg_cuda_fast_serves(l, out->data, n_rows))
+        return bg_cuda_fast_linear(c, out->data, out->stride, l, &in, n_rows, err);
+    return bg_cuda_done(
+        err, bgk_matmul(out, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, c->stream), l->name);
 }
 
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err)
 {
+    const bgk_out o = bg_cuda_out(out);
     bg_status st = fits(out, n_rows, l->n_rows, "linear", err);
-    if (!st) st = fits(x, n_rows, l->k, "linear", err);
-    return st ? st : run_linear((bg_cuda *)b, out->data, out->cols, l, x, n_rows, err);
+    if (!st) st = fits(x, n_rows, l->n_in, "linear", err);
+    return st ? st : run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
 }
 
 static const bgk_act FNS[] = {
-    [BG_SILU] = BGK_SILU, [BG_GELU_TANH] = BGK_GELU_TANH, [BG_GELU_ERF] = BGK_GELU_ERF};
+    [BG_SILU] = BGK_SILU,
+    [BG_GELU_TANH] = BGK_GELU_TANH,
+    [BG_GELU_ERF] = BGK_GELU_ERF,
+    [BG_SWIGLU_CLAMP] = BGK_SWIGLU_CLAMP,
+};
 
 bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                              bg_act_fn fn, bg_error *err)
@@ -180,7 +206,8 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
     if (st || !c->s.n_out) return st;
     bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};
     if (b->check) b->ops->poison(b, &all, c->s.n_out);
-    st = run_linear(c, c->logits, bg_cuda_shard_cols(c), head, x, c->s.n_out, err);
+    const bgk_out o = {c->logits, BGK_ROWS, bg_cuda_shard_cols(c)};
+    st = run_linear(c, &o, head, x, c->s.n_out, err);
     if (!st) st = bg_cuda_gather_logits(c, c->s.n_out, rank_rows, err);
     if (!st && softcap > 0)
         st = bg_cuda_done(err, bgk_softcap(c->logits, c->s.n_out * vocab, softcap, c->stream),

@@ -64,7 +64,7 @@ static bool same_size(const bg_linear *a, const bg_linear *b)
 {
     return a->k == b->k && a->n_rows == b->n_rows && a->tiles.n_tiles == b->tiles.n_tiles &&
            a->tiles.splits == b->tiles.splits && a->tiles.formats == b->tiles.formats &&
-           a->tiles.n_ff == b->tiles.n_ff;
+           a->tiles.n_ff == b->tiles.n_ff && a->tiles.block_tiles == b->tiles.block_tiles;
 }
 
 /* Random inputs, and room for results (a head's are the logits). */
@@ -83,7 +83,8 @@ static bg_status make_room(tuner *t, bg_error *err)
             l->tiles.n_ff ? (size_t)l->tiles.n_tiles * 32 * (size_t)t->stride * sizeof(uint16_t)
                           : (size_t)l->n_rows * (size_t)tokens * sizeof(float);
         if (bytes > out_bytes && !is_head(c, l)) out_bytes = bytes;
-        if (l->tiles.n_chunks > chunks) chunks = l->tiles.n_chunks;
+        const int64_t groups = (l->n_in + BGK_TILE_COLS - 1) / BGK_TILE_COLS;
+        if (groups > chunks) chunks = groups;
     }
     const int64_t values = chunks * t->stride * BGK_TILE_COLS;
     cudaError_t e = cudaMalloc(&t->x_memory, (size_t)values * sizeof(uint16_t) + 1024);

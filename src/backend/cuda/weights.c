@@ -14,6 +14,14 @@ static size_t weight_bytes(const bg_cuda *c)
     return c->weights == BGK_F32 ? sizeof(float) : sizeof(uint16_t);
 }
 
+/* Block number i of a block-diagonal linear. */
+static bg_linear_part block_of(const bg_linear_spec *spec, int i)
+{
+    bg_linear_part p = spec->parts[0];
+    if (p.data) p.data = (const char *)p.data + i * spec->block_bytes;
+    return p;
+}
+
 /* Rows of a part as values of c->weights, [n_rows, k_padded], zero beyond its columns. */
 static bg_status load_values(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
                              bg_error *err)
@@ -61,9 +69,10 @@ static bg_status plain_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     l->w_bytes = (uint64_t)l->n_rows * row_bytes;
     bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
     char *at = l->w;
-    for (int i = 0; !st && i < spec->n_parts; i++) {
-        if (l->k) st = load_values(c, at, &spec->parts[i], l->k_padded, err);
-        at += (size_t)spec->parts[i].n_rows * row_bytes;
+    for (int i = 0; !st && i < (spec->n_blocks ? spec->n_blocks : spec->n_parts); i++) {
+        const bg_linear_part p = spec->n_blocks ? block_of(spec, i) : spec->parts[i];
+        if (l->k) st = load_values(c, at, &p, l->k_padded, err);
+        at += (size_t)p.n_rows * row_bytes;
     }
     if (!st) st = upload_bias(c, l, spec, err);
     const int most =
@@ -206,6 +215,7 @@ static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     l->tiles.n_chunks = (l->k + TILE - 1) / TILE;
     l->tiles.splits = bg_cuda_splits(n_tiles, l->k);
     l->tiles.n_ff = spec->glu ? (int)spec->parts[0].n_rows : 0;
+    l->tiles.n_out = l->n_rows;
     bg_cuda_pick_shapes(c, &l->tiles);
     float *row_scale = NULL;
     bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
@@ -221,6 +231,145 @@ static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
         row_scale += groups[i].n_tiles * TILE;
     }
     return st;
+}
+
+/* ---- tiled, block-diagonal ----------------------------------------------------------------------
+ * A block's tiles have its rows alone. What a block reads begins at a multiple of 64 columns, or
+ * its weights have columns of zeros before: so as halves. */
+
+/* Groups of columns that all blocks' lie in. */
+static int64_t all_groups(const bg_linear_spec *spec)
+{
+    return ((spec->n_blocks - 1) * spec->x_stride + spec->parts[0].n_cols + TILE - 1) / TILE;
+}
+
+/* The first of the n_chunks groups that block i reads; its columns begin there or later. */
+static int64_t first_group(const bg_linear_spec *spec, int i, int64_t n_chunks)
+{
+    const int64_t first = i * spec->x_stride / TILE, last = all_groups(spec) - n_chunks;
+    return first < last ? first : last;
+}
+
+static bool aligned_blocks(const bg_linear_spec *spec)
+{
+    return spec->x_stride % TILE == 0 || spec->n_blocks == 1;
+}
+
+/* As load_group() for one block whose columns begin within a group. */
+static bg_status load_shifted(bg_cuda *c, const bg_linear *l, const bg_linear_part *p,
+                              int64_t before, float *scratch, char *chunks, float *row_scale,
+                              bg_error *err)
+{
+    const int64_t cols = (int64_t)l->tiles.n_chunks * TILE;
+    float *values = scratch + p->n_rows * cols; /* [n_rows, n_cols] */
+    bgk_source from[2] = {{.rows = scratch,
+                           .type = BGK_GGUF_F32,
+                           .n_rows = (int)p->n_rows,
+                           .row_bytes = cols * (int64_t)sizeof(float)}};
+    bgk_source rows[2];
+    bg_status st = bg_cuda_load_rows(c, p, NULL, 0, p->n_rows, rows, err);
+    if (st) return st;
+    cudaError_t e = bgk_dequant(values, BGK_F32, rows, l->k, l->k, c->stream);
+    if (e == cudaSuccess)
+        e = cudaMemsetAsync(scratch, 0, (size_t)(p->n_rows * cols) * sizeof(float), c->stream);
+    if (e == cudaSuccess)
+        e = cudaMemcpy2DAsync(scratch + before, (size_t)cols * sizeof(float), values,
+                              (size_t)l->k * sizeof(float), (size_t)l->k * sizeof(float),
+                              (size_t)p->n_rows, cudaMemcpyDeviceToDevice, c->stream);
+    if (e == cudaSuccess)
+        e = bgk_repack(chunks, row_scale, BGK_W16, from, NULL, (int)cols, c->stream);
+    st = bg_cuda_done(err, e, p->name);
+    return st ? st : bg_cuda_load_used(c, p->name, err);
+}
+
+static bg_status load_blocks(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec,
+                             const group *each, char *at, float *row_scale, bg_error *err)
+{
+    const bg_linear_part *first = &spec->parts[0];
+    const int64_t row = (int64_t)bg_qtype_row_bytes(first->type, first->k_total);
+    group g = *each;
+    bg_status st = BG_OK;
+    if (aligned_blocks(spec) && first->n_rows % TILE == 0 && first->row0 == 0 &&
+        spec->block_bytes == first->n_rows * row) { /* one matrix after another: a taller one */
+        bg_linear_part all = *first;
+        all.n_rows *= spec->n_blocks;
+        all.n_total = all.n_rows;
+        g.rows = &all;
+        return load_group(c, l, &g, 0, at, row_scale, err);
+    }
+    float *scratch = NULL;
+    const int64_t values = first->n_rows * ((int64_t)l->tiles.n_chunks * TILE + l->k);
+    if (!aligned_blocks(spec) &&
+        cudaMalloc((void **)&scratch, (size_t)values * sizeof *scratch + 1) != cudaSuccess)
+        return bg_fail(err, BG_NOMEM, "%s: out of memory on the GPU", spec->name);
+    for (int i = 0; !st && i < spec->n_blocks; i++) {
+        const bg_linear_part p = block_of(spec, i);
+        g.rows = &p;
+        st = scratch
+                 ? load_shifted(c, l, &p,
+                                i * spec->x_stride - first_group(spec, i, l->tiles.n_chunks) * TILE,
+                                scratch, at, row_scale, err)
+                 : load_group(c, l, &g, 0, at, row_scale, err);
+        at += g.n_tiles * g.tile_bytes;
+        row_scale += g.n_tiles * TILE;
+    }
+    if (scratch) {
+        cudaStreamSynchronize(c->stream);
+        cudaFree(scratch);
+    }
+    return st;
+}
+
+static bg_status block_tables(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, const group *g,
+                              float **row_scale, bg_error *err)
+{
+    const int64_t n = g->n_tiles * spec->n_blocks, rows = g->rows->n_rows;
+    bgk_wtile *tiles = calloc((size_t)n + 1, sizeof *tiles), *to = NULL;
+    if (!tiles) return bg_fail(err, BG_NOMEM, "%s: out of memory", spec->name);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t block = i / g->n_tiles, row = i % g->n_tiles * TILE;
+        tiles[i] =
+            (bgk_wtile){.w = (char *)l->w + i * g->tile_bytes,
+                        .format = (int32_t)g->format,
+                        .out0 = (int32_t)(block * rows + row),
+                        .n_rows = (int32_t)(rows - row < TILE ? rows - row : TILE),
+                        .x_chunk0 = (int32_t)first_group(spec, (int)block, l->tiles.n_chunks)};
+    }
+    bg_status st = bg_cuda_take(c, &to, (size_t)n * sizeof *to, spec->name, err);
+    if (!st) st = bg_cuda_put(to, tiles, (size_t)n * sizeof *to, spec->name, err);
+    if (!st)
+        st = bg_cuda_take(c, row_scale, (size_t)n * TILE * sizeof **row_scale, spec->name, err);
+    l->tiles.tiles = to;
+    l->tiles.row_scale = *row_scale;
+    free(tiles);
+    return st;
+}
+
+static bg_status tiled_blocks(bg_cuda *c, bg_linear *l, const bg_linear_spec *spec, bg_error *err)
+{
+    const bg_linear_part *first = &spec->parts[0];
+    bgk_weights *t = &l->tiles;
+    group g = {.rows = first, .format = format_of(first, NULL)};
+    if (!first->n_rows || !l->k) return BG_OK; /* nothing to multiply */
+    if (!aligned_blocks(spec)) g.format = BGK_W16;
+    for (int i = 0; i < spec->n_blocks; i++) { /* groups that its columns lie in */
+        const int64_t chunks = (i * spec->x_stride % TILE + l->k + TILE - 1) / TILE;
+        if (chunks > t->n_chunks) t->n_chunks = (int)chunks;
+    }
+    g.n_tiles = (first->n_rows + TILE - 1) / TILE;
+    g.tile_bytes = (int64_t)t->n_chunks * bgk_chunk_bytes(g.format);
+    if (g.n_tiles * spec->n_blocks > INT32_MAX / TILE)
+        return bg_fail(err, BG_ARG, "%s: %d rows are too many", spec->name, l->n_rows);
+    l->w_bytes = (uint64_t)(g.n_tiles * spec->n_blocks * g.tile_bytes);
+    t->n_tiles = (int)(g.n_tiles * spec->n_blocks);
+    t->block_tiles = (int)g.n_tiles;
+    t->formats = 1u << g.format;
+    t->splits = bg_cuda_splits(t->n_tiles, l->k);
+    t->n_out = l->n_rows;
+    float *row_scale = NULL;
+    bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);
+    if (!st) st = block_tables(c, l, spec, &g, &row_scale, err);
+    return st ? st : load_blocks(c, l, spec, &g, l->w, row_scale, err);
 }
 
 bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spec *spec,
@@ -244,14 +393,28 @@ bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spe
                            (long long)p->n_cols, (long long)k);
         rows += p->n_rows;
     }
+    if (spec->n_blocks) {
+        if (spec->n_parts != 1 || spec->parts[0].bias || spec->glu || spec->x_stride < k)
+            return bg_fail(err, BG_INTERNAL, "%s: no block-diagonal linear", spec->name);
+        rows *= spec->n_blocks;
+    }
     if (!l->name || rows > INT32_MAX || k > INT32_MAX - BGK_K_PAD)
         return bg_fail(err, l->name ? BG_ARG : BG_NOMEM, "%s: [%lld, %lld] is too large",
                        spec->name, (long long)rows, (long long)k);
     l->n_rows = (int)rows;
     l->k = (int)k;
     l->k_padded = (int)((k + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD);
+    l->n_in = l->k;
     l->n_weights = (uint64_t)rows * (uint64_t)k;
-    st = c->tiled ? tiled_linear(c, l, spec, err) : plain_linear(c, l, spec, err);
+    if (spec->n_blocks) {
+        l->n_blocks = spec->n_blocks;
+        l->x_stride = (int)spec->x_stride;
+        l->n_in = (int)((spec->n_blocks - 1) * spec->x_stride + k);
+    }
+    if (!c->tiled)
+        st = plain_linear(c, l, spec, err);
+    else
+        st = spec->n_blocks ? tiled_blocks(c, l, spec, err) : tiled_linear(c, l, spec, err);
     if (!st) *out = l;
     return st;
 }

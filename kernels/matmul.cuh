@@ -1,0 +1,744 @@
+/* kernels/matmul.cuh - what matmul.cu and experts.cu share: quantised weights times activations on
+ * Hopper's tensor cores. See matmul.cu; each of the two instantiates what it launches. */
+#ifndef BGK_MATMUL_CUH
+#define BGK_MATMUL_CUH
+
+#include <cuda_fp16.h>
+
+#include "bgk.h"
+#include "launch.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+#pragma nv_diag_suppress 177 /* for other architectures the kernel is empty */
+
+namespace
+{
+
+constexpr int MAX_STAGES = 8, GROUP = 8;
+constexpr int MOST_SHARED = 226 * 1024; /* dynamic; barriers need some more */
+
+struct args {
+    const bgk_wtile *tiles;
+    const float *row_scale, *bias;
+    const __half *x;
+    int64_t x_stride;
+    void *out;
+    int64_t out_stride;
+    int n_tiles, n_chunks, splits, tokens;
+    int n_ff; /* 0: no glu */
+    bgk_act fn;
+    bgk_layout layout;                 /* of out; with n_ff BGK_TILES */
+    int n_out;                         /* columns of out, BGK_TILES without glu */
+    int stages, stage_bytes, w_stride; /* w_stride: of one warpgroup's weights in a stage */
+    int row_blocks, token_blocks;
+    /* Grouped (experts.cu): n_tiles are one expert's; places come from a list on the device. */
+    const bgk_moe_item *items;
+    const int *n_items;
+    const __half *h; /* what direct items read instead of x */
+    int64_t h_stride;
+    bool second;    /* x is what the first product wrote: its rows are the items' out rows */
+    bool list_done; /* by the kernel before the one before: the list may be read at once */
+};
+
+__host__ __device__ constexpr int chunk_bytes(int format)
+{
+    return format == BGK_W4   ? 2560
+           : format == BGK_W5 ? 3072
+           : format == BGK_W6 ? 3584
+           : format == BGK_W8 ? 4352
+                              : 8192;
+}
+
+/* First chunk of a part of K; stages of 2 or 4 chunks never lie across. */
+__device__ int part_begin(const args &a, int part)
+{
+    return part < a.splits ? a.n_chunks / 4 * part / a.splits * 4 : a.n_chunks;
+}
+
+/* Which tile a block works on: token tiles in groups of GROUP, so that blocks at work at the same
+ * time share weights and tokens in L2. */
+struct place {
+    int first;       /* number of the first tile that counts with it: its expert's, or 0 */
+    int tile;        /* the block's first, from there on */
+    int out, end;    /* rows [out, end) of out, at most N of them are written */
+    const __half *x; /* the first of N rows */
+    int64_t x_stride;
+};
+
+template <int N, int TILES, bool GROUPED> __device__ place place_of(const args &a, int i)
+{
+    if constexpr (GROUPED) {
+        const int4 v = __ldcg((const int4 *)(a.items + i / a.row_blocks)); /* may be new to L1 */
+        const int expert = v.x & 0xffff;
+        const bool direct = !a.second && v.x >> 16;
+        const int64_t stride = direct ? a.h_stride : a.x_stride;
+        const __half *x = (direct ? a.h : a.x) + (int64_t)(a.second ? v.z : v.y) * 64;
+        return {expert * a.n_tiles, i % a.row_blocks * TILES, v.z, v.z + v.w, x, stride};
+    } else {
+        const int per = GROUP * a.row_blocks, group = i / per, at = i % per;
+        const int width = min(GROUP, a.token_blocks - group * GROUP);
+        const int token = (group * GROUP + at % width) * N;
+        return {0, at / width * TILES, token, a.tokens, a.x + (int64_t)token * 64, a.x_stride};
+    }
+}
+
+/* Of the block's tile number i, the place in a.tiles; those past the end are the last once more. */
+__device__ int tile_of(const args &a, const place &p, int i)
+{
+    return p.first + min(p.tile + i, a.n_tiles - 1);
+}
+
+__device__ uint32_t hfma2(uint32_t q, uint32_t s, uint32_t m)
+{
+    const __half2 v = __hfma2(*(const __half2 *)&q, *(const __half2 *)&s, *(const __half2 *)&m);
+    return *(const uint32_t *)&v;
+}
+
+__device__ uint32_t hmul2(uint32_t a, uint32_t b)
+{
+    const __half2 v = __hmul2(*(const __half2 *)&a, *(const __half2 *)&b);
+    return *(const uint32_t *)&v;
+}
+
+__device__ uint4 shared16(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
+
+__device__ uint2 shared8(uint32_t at)
+{
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+
+__device__ uint32_t shared4(uint32_t at)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it. at:
+ * the chunk in shared memory, t: the thread's number in its warpgroup. */
+template <bgk_format F> struct raw;
+
+template <> struct raw<BGK_W4> {
+    uint4 q, sm;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            a[s][0] = hfma2(word[s] & 0x000f000f, sm.x, sm.y);
+            a[s][1] = hfma2(word[s] & 0x00f000f0, sm.z, sm.w);
+            a[s][2] = hfma2(word[s] >> 8 & 0x000f000f, sm.x, sm.y);
+            a[s][3] = hfma2(word[s] >> 8 & 0x00f000f0, sm.z, sm.w);
+        }
+    }
+};
+
+template <> struct raw<BGK_W5> {
+    uint4 q, sm;
+    uint32_t fifth;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+        fifth = shared4(at + 2560 + 4 * t);
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint32_t w = word[s], up = word[s] >> 8;
+            a[s][0] = hfma2((w & 0x000f000f) | (fifth >> s & 0x00100010), sm.x, sm.y);
+            a[s][1] = hfma2((w & 0x00f000f0) | (fifth >> s & 0x01000100), sm.z, sm.w);
+            a[s][2] = hfma2((up & 0x000f000f) | (fifth << (4 - s) & 0x00100010), sm.x, sm.y);
+            a[s][3] = hfma2((up & 0x00f000f0) | (fifth >> (4 + s) & 0x01000100), sm.z, sm.w);
+        }
+    }
+};
+
+template <> struct raw<BGK_W6> {
+    uint4 q, sc;
+    uint2 upper;
+    __device__ void load(uint32_t at, int t)
+    {
+        q = shared16(at + 16 * t);
+        sc = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
+        upper = shared8(at + 2560 + 8 * t);
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+        /* -32 as a half subnormal: r0's quants count 2^-24, r1's 2^-20 */
+        const uint32_t low = 0x80208020, high = 0x82008200;
+        const uint32_t s0[2] = {sc.x, sc.y}, s1[2] = {sc.z, sc.w};
+        const uint32_t m0[2] = {hmul2(sc.x, low), hmul2(sc.y, low)};
+        const uint32_t m1[2] = {hmul2(sc.z, high), hmul2(sc.w, high)};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint32_t u = s < 2 ? upper.x : upper.y, w = word[s], up = word[s] >> 8;
+            const int e = s % 2 * 2, j = s / 2;
+            a[s][0] = hfma2((w & 0x000f000f) | (u >> e & 0x00300030), s0[j], m0[j]);
+            a[s][1] = hfma2((w & 0x00f000f0) | (u >> e & 0x03000300), s1[j], m1[j]);
+            a[s][2] = hfma2((up & 0x000f000f) | (u << (4 - e) & 0x00300030), s0[j], m0[j]);
+            a[s][3] = hfma2((up & 0x00f000f0) | (u >> (4 + e) & 0x03000300), s1[j], m1[j]);
+        }
+    }
+};
+
+template <> struct raw<BGK_W8> {
+    uint4 lo, hi;
+    uint2 sc;
+    __device__ void load(uint32_t at, int t)
+    {
+        lo = shared16(at + 16 * t);
+        hi = shared16(at + 2048 + 16 * t);
+        sc = shared8(at + 4096 + 8 * (t / 32 * 8 + t % 32 / 4));
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+        const uint32_t word[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+        const uint32_t offset = 0x80808080; /* -128 x 2^-24 twice */
+        const uint32_t m0 = hmul2(sc.x, offset), m1 = hmul2(sc.y, offset);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            a[s][0] = hfma2(word[2 * s] & 0x00ff00ff, sc.x, m0);
+            a[s][1] = hfma2(word[2 * s] >> 8 & 0x00ff00ff, sc.y, m1);
+            a[s][2] = hfma2(word[2 * s + 1] & 0x00ff00ff, sc.x, m0);
+            a[s][3] = hfma2(word[2 * s + 1] >> 8 & 0x00ff00ff, sc.y, m1);
+        }
+    }
+};
+
+template <> struct raw<BGK_W16> {
+    uint32_t at, thread; /* nothing to make: read where it is used */
+    __device__ void load(uint32_t from, int t)
+    {
+        at = from;
+        thread = t;
+    }
+    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    {
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint4 v = shared16(at + 2048 * s + 16 * thread);
+            a[s][0] = v.x;
+            a[s][1] = v.y;
+            a[s][2] = v.z;
+            a[s][3] = v.w;
+        }
+    }
+};
+
+/* The ring as one side sees it. */
+struct ring {
+    uint32_t full, empty, data; /* shared addresses */
+    int stage, phase;
+    __device__ void next(int stages)
+    {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+/* The whole warp is done with a stage: what its lanes read comes before the copy that is next.
+ * EVERY_LANE is for compute-sanitizer, whose racecheck does not see that __syncwarp() puts the
+ * other lanes' reads before the one arrival. */
+#ifdef EVERY_LANE
+constexpr int ARRIVALS = 32;
+__device__ void give_back(uint32_t empty, int)
+{
+    mbar_arrive(empty);
+}
+#else
+constexpr int ARRIVALS = 1;
+__device__ void give_back(uint32_t empty, int t)
+{
+    __syncwarp();
+    if (t % 32 == 0) mbar_arrive(empty);
+}
+#endif
+
+/* acc += the warpgroup's RB tiles of 64 rows by N tokens, over chunks [0, n) of the ring. */
+template <bgk_format F, int N, int RB, int SC>
+__device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
+                                         int group, int t)
+{
+    static_assert(SC * RB % 2 == 0, "operands alternate between two sets of registers");
+    constexpr int BYTES = chunk_bytes(F);
+    uint32_t w[2][4][4];
+    raw<F> next;
+    uint32_t last = 0; /* the stage before this one, still to be given back */
+    int c0 = 0;
+    if (!n) return;
+    mbar_wait(r.full + 8 * r.stage, r.phase);
+    next.load(r.data + r.stage * a.stage_bytes + SC * N * 128 + group * RB * a.w_stride, t);
+    for (; c0 + SC <= n; c0 += SC) {
+        const uint32_t x = r.data + r.stage * a.stage_bytes;
+        const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
+        const uint64_t tokens = wgmma_desc(__shfl_sync(0xffffffffu, x, 0));
+        const uint32_t mine = r.empty + 8 * r.stage;
+        r.next(a.stages);
+#pragma unroll
+        for (int i = 0; i < SC * RB; i++) {
+            const int c = i / RB, b = i % RB;
+            next.dequantise(w[i % 2]);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                wgmma_half<N>(acc[b], w[i % 2][s], tokens + (c * N * 128 + s * 32) / 16);
+            wgmma_commit();
+            if (i + 1 < SC * RB) {
+                next.load(q + (i + 1) % RB * a.w_stride + (i + 1) / RB * BYTES, t);
+            } else if (c0 + SC < n) {
+                mbar_wait(r.full + 8 * r.stage, r.phase);
+                next.load(r.data + r.stage * a.stage_bytes + SC * N * 128 + group * RB * a.w_stride,
+                          t);
+            }
+            wgmma_wait<1>(); /* what went before is done: its registers and its stage are free */
+            if (i == 0 && last) give_back(last, t);
+        }
+        last = mine;
+    }
+    wgmma_wait<0>();
+    if (last) give_back(last, t);
+    if (c0 == n) return;
+    /* The rest, less than a stage, one chunk after another. */
+    const uint32_t x = r.data + r.stage * a.stage_bytes;
+    const uint32_t q = x + SC * N * 128 + group * RB * a.w_stride;
+#pragma unroll 1
+    for (int c = 0; c0 + c < n; c++)
+#pragma unroll
+        for (int b = 0; b < RB; b++) {
+            next.load(q + b * a.w_stride + c * BYTES, t);
+            next.dequantise(w[0]);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                wgmma_half<N>(acc[b], w[0][s], wgmma_desc(x + c * N * 128 + s * 32));
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+    give_back(r.empty + 8 * r.stage, t);
+    r.next(a.stages);
+}
+
+/* To about two units in the last place: what comes of it is rounded to half. */
+__device__ float activate(float v, bgk_act fn)
+{
+    if (fn == BGK_SILU) return __fdividef(v, 1.0f + __expf(-v));
+    if (fn == BGK_GELU_ERF) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+    return 0.5f * v * (1.0f + tanhf(0.79788456f * v * (1.0f + 0.044715f * v * v)));
+}
+
+__device__ float gated(float g, float u, bgk_act fn)
+{
+    if (fn == BGK_SWIGLU_CLAMP) { /* comparisons that keep NaN */
+        g = g > 7.0f ? 7.0f : g;
+        u = u > 7.0f ? 7.0f : u < -7.0f ? -7.0f : u;
+        return __fdividef(g, 1.0f + __expf(-1.702f * g)) * (u + 1.0f);
+    }
+    return activate(g, fn) * u;
+}
+
+/* To the range of half; NaN stays. */
+__device__ float limit(float v)
+{
+    float r;
+    asm("{\n.reg .f32 x;\nmax.NaN.f32 x, %1, 0fC77FE000;\nmin.NaN.f32 %0, x, 0f477FE000;\n}"
+        : "=f"(r)
+        : "f"(v));
+    return r;
+}
+
+/* What a thread needs to write its two rows r0, r1 of a tile. */
+struct rows {
+    float s0, s1, b0, b1;
+    int out0, n_rows;
+};
+
+__device__ rows rows_of(const args &a, int tile, int t)
+{
+    const int r0 = t / 32 * 16 + t % 32 / 4, r1 = r0 + 8;
+    const float *scale = a.row_scale + tile * 64, *bias = a.bias ? a.bias + tile * 64 : nullptr;
+    return {scale[r0],          scale[r1],           bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f,
+            a.tiles[tile].out0, a.tiles[tile].n_rows};
+}
+
+/* Rows r0 and r0 + 8 of the tile for tokens first, first + 1, and every eighth after these, as
+ * halves. */
+template <int N>
+__device__ __forceinline__ void write_halves(const float (&acc)[N / 2], const args &a,
+                                             const rows &r, int r0, int first, int end)
+{
+    const bool tiles = a.layout == BGK_TILES;
+    /* From eight tokens to the next, in halves. */
+    const int64_t step = tiles ? 8 * 64 : 8 * a.out_stride;
+    /* The last tile fills up its group of columns, which may end behind its 64 rows. */
+    const int fill = tiles && r.out0 + r.n_rows == a.n_out ? (a.n_out + 63) / 64 * 64 : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = r0 + i / 2 * 8, col = r.out0 + row, token = first + i % 2;
+        const bool in = row < r.n_rows;
+        const float s = i < 2 ? r.s0 : r.s1, b = i < 2 ? r.b0 : r.b1;
+        __half *out = (__half *)a.out +
+                      (tiles ? tile_at(a.out_stride, token, col) : token * a.out_stride + col);
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            if (token + 8 * j < end && (in || col < fill))
+                out[j * step] = __float2half_rn(in ? limit(fmaf(acc[4 * j + i], s, b)) : 0.0f);
+            if (token + 8 * j < end && col + 64 < fill)
+                out[j * step + a.out_stride * 64] = __float2half_rn(0.0f);
+        }
+    }
+}
+
+/* acc[4 j ..] is the sums of rows r0, r0, r1, r1 for tokens t0 + 8 j + 2 (lane % 4) + 0, 1, 0, 1.
+ */
+template <int N>
+__device__ __forceinline__ void write(const float (&acc)[N / 2], const args &a, const rows &r,
+                                      int tile, int t0, int end, int t)
+{
+    const int w = t / 32, lane = t % 32, q = lane / 4;
+    if (a.n_ff) {
+        const int group = tile / 2, piece = 4 * (tile % 2) + w;
+        const bool filling = 64 * group + 4 * piece + (q < 4 ? q : 28 + q) >= a.n_ff;
+        /* Columns i and 32 + i are neighbours: one thread takes both for the first token, another
+         * for the second. From one j to the next the place moves by 8 rows. */
+        const int first = t0 + 2 * (lane % 4) + (q < 4 ? 0 : 1);
+        __half2 *out = (__half2 *)((__half *)a.out + tile_piece(a.out_stride, first, group, piece) +
+                                   2 * (q & 3));
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            const float *d = acc + 4 * j;
+            float v0 = gated(fmaf(d[0], r.s0, r.b0), fmaf(d[2], r.s1, r.b1), a.fn);
+            float v1 = gated(fmaf(d[1], r.s0, r.b0), fmaf(d[3], r.s1, r.b1), a.fn);
+            if (filling) v0 = v1 = 0.0f;
+            const float got = __shfl_xor_sync(0xffffffffu, q < 4 ? v1 : v0, 16);
+            const float lo = q < 4 ? v0 : got, hi = q < 4 ? got : v1;
+            if (first + 8 * j < end) out[j * 8 * 32] = __floats2half2_rn(limit(lo), limit(hi));
+        }
+        return;
+    }
+    const int r0 = 16 * w + q, first = t0 + 2 * (lane % 4);
+    if (a.layout != BGK_ROWS) {
+        write_halves<N>(acc, a, r, r0, first, end);
+        return;
+    }
+    float *out = (float *)a.out + r.out0 + r0 + first * a.out_stride;
+    const bool in0 = r0 < r.n_rows, in1 = r0 + 8 < r.n_rows;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float *row = out + i * a.out_stride;
+            const bool there = first + 8 * j + i < end;
+            if (there && in0) row[0] = fmaf(acc[4 * j + i], r.s0, r.b0);
+            if (there && in1) row[8] = fmaf(acc[4 * j + 2 + i], r.s1, r.b1);
+        }
+        out += 8 * a.out_stride;
+    }
+}
+
+/* Where a lane of the bringing warp reads: a tile of weights, or a chunk of tokens. */
+struct source {
+    int place, chunk; /* chunk: of the block's share, the first of the stage */
+    const char *from; /* of chunk 0 */
+    size_t step;      /* from one chunk to the next */
+    uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
+    uint32_t sum;
+};
+
+template <int N, int TILES, bool GROUPED>
+__device__ void find_source(source &s, const args &a, int first_chunk, int lane)
+{
+    const place p = place_of<N, TILES, GROUPED>(a, s.place);
+    const bgk_wtile tile = a.tiles[tile_of(a, p, lane < TILES ? lane : 0)];
+    if (lane < TILES) {
+        s.bytes = chunk_bytes(tile.format);
+        s.step = s.bytes;
+        s.from = (const char *)tile.w + (size_t)first_chunk * s.bytes;
+    } else {
+        s.bytes = 0;
+        s.step = (size_t)p.x_stride * 128;
+        s.from = (const char *)p.x + (size_t)(tile.x_chunk0 + first_chunk + lane - TILES) * s.step;
+    }
+    s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
+}
+
+/* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
+ * stage. The first stages' weights go out before the kernel before this one is waited for. */
+template <int N, int TILES, int SC, bool GROUPED>
+__device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places,
+                      int lane)
+{
+    const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
+    source s = {i0, 0, nullptr, 0, 0, 0};
+    auto weights = [&](uint32_t bar, uint32_t to) {
+        const int count = min(SC, n - s.chunk);
+        if (lane == 0) mbar_expect(bar, count * (s.sum + N * 128));
+        __syncwarp();
+        if (lane < TILES)
+            ptx_bulk_copy(to + SC * N * 128 + lane * a.w_stride, s.from + s.chunk * s.step,
+                          count * s.bytes, bar);
+    };
+    auto tokens = [&](uint32_t bar, uint32_t to) {
+        const int c = lane - TILES;
+        if (c >= 0 && c < min(SC, n - s.chunk))
+            ptx_bulk_copy(to + c * N * 128, s.from + s.chunk * s.step, N * 128, bar);
+    };
+    auto advance = [&]() {
+        s.chunk += SC;
+        if (s.chunk < n) return;
+        s.chunk = 0;
+        s.place += step;
+        if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, lane);
+    };
+    const int ahead = min(a.stages, total);
+    if (total) find_source<N, TILES, GROUPED>(s, a, first_chunk, lane);
+    const source begin = s;
+    for (int at = 0; at < ahead; at++, advance())
+        weights(r.full + 8 * at, r.data + at * a.stage_bytes);
+    ptx_wait_prior();
+    s = begin;
+    for (int at = 0; at < ahead; at++, advance())
+        tokens(r.full + 8 * at, r.data + at * a.stage_bytes);
+    /* The first round of the empty barriers needed no waiting. */
+    for (int at = ahead; at < total; at++, advance()) {
+        mbar_wait(r.empty + 8 * r.stage, r.phase);
+        weights(r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        tokens(r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
+        r.next(a.stages);
+    }
+}
+
+/* A warpgroup brings and n of them multiply; it gives them the registers it does not need. */
+constexpr int FEW = 32;
+/* At the start each thread has what `blocks` blocks leave; warps go to four register files by
+ * turns. */
+__host__ __device__ constexpr int registers(int n, int blocks)
+{
+    const int most = 16384 / 32 / ((n + 1) * blocks) / 8 * 8;
+    return most < 248 ? most : 248;
+}
+
+__host__ __device__ constexpr int many(int n, int blocks)
+{
+    const int most = (registers(n, blocks) * (n + 1) - FEW) / n / 8 * 8;
+    return most < 240 ? most : 240;
+}
+
+constexpr unsigned ALL = (1u << BGK_FORMATS) - 1;
+
+__host__ __device__ constexpr bool single(unsigned formats)
+{
+    return (formats & (formats - 1)) == 0;
+}
+
+/* acc += what the ring brings of chunks [0, n); the tiles' formats are among `formats`. */
+template <unsigned FORMATS, int N, int RB, int SC>
+__device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
+                                            int group, int t, int tile)
+{
+    static_assert(RB == 1 || single(FORMATS), "a warpgroup takes one format at a time");
+    if constexpr (FORMATS == 1u << BGK_W4) {
+        multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W5) {
+        multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W6) {
+        multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W8) {
+        multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
+    } else if constexpr (FORMATS == 1u << BGK_W16) {
+        multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
+    } else {
+        const int format = a.tiles[tile].format;
+        if (FORMATS & 1u << BGK_W4 && format == BGK_W4)
+            multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W6 && format == BGK_W6)
+            multiply<BGK_W6, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W5 && format == BGK_W5)
+            multiply<BGK_W5, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W8 && format == BGK_W8)
+            multiply<BGK_W8, N, RB, SC>(acc, a, r, n, group, t);
+        else if (FORMATS & 1u << BGK_W16 && format == BGK_W16)
+            multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
+    }
+}
+
+/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts. */
+template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
+          bool GROUPED = false>
+__global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
+    matmul(const __grid_constant__ args a)
+{
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int TILES = WGS * RB, GROUPS = WGS * PARTS;
+    extern __shared__ uint8_t dynamic[];
+    __shared__ uint64_t barriers[PARTS][2][MAX_STAGES];
+    const uint32_t data = (ptx_shared(dynamic) + 1023) & ~1023u;
+    const int t = threadIdx.x % 128, g = threadIdx.x / 128;
+    const int part = g < GROUPS ? g / WGS : min(t / 32, PARTS - 1), group = g % WGS;
+    ring r = {ptx_shared(barriers[part][0]), ptx_shared(barriers[part][1]),
+              data + part * a.stages * a.stage_bytes, 0, 0};
+    const int begin = PARTS > 1 ? part_begin(a, part) : 0;
+    const int n = (PARTS > 1 ? part_begin(a, part + 1) : a.n_chunks) - begin;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PARTS * MAX_STAGES; i++) {
+            mbar_init(ptx_shared(&barriers[i / MAX_STAGES][0][i % MAX_STAGES]), 1);
+            mbar_init(ptx_shared(&barriers[i / MAX_STAGES][1][i % MAX_STAGES]), 4 * WGS * ARRIVALS);
+        }
+        mbar_init_fence();
+    }
+    __syncthreads();
+    /* Whoever starts after this kernel may count on what the kernel before it has done. */
+    if (GROUPED && !a.list_done) ptx_wait_prior();
+    ptx_let_next_start();
+    const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
+    if (g == GROUPS) {
+        ptx_fewer_registers<FEW>();
+        if (t / 32 < PARTS)
+            bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, t % 32);
+        return;
+    }
+    ptx_more_registers<many(GROUPS, BLOCKS)>();
+    /* Sums of parts 1.. on their way to the first, behind the rings. */
+    const uint32_t sums = data + PARTS * a.stages * a.stage_bytes + 4 * (group * 128 + t);
+    float acc[RB][N / 2];
+    for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
+        const place p = place_of<N, TILES, GROUPED>(a, i);
+        const int tile = tile_of(a, p, group * RB);
+        rows to;
+        if (RB == 1) to = rows_of(a, tile, t); /* early: it takes its time */
+#pragma unroll
+        for (int k = 0; k < RB * N / 2; k++)
+            acc[k / (N / 2)][k % (N / 2)] = 0.0f;
+        if constexpr (IN_TURN) {
+            float sum[RB][N / 2];
+#pragma unroll
+            for (int k = 0; k < RB * N / 2; k++)
+                sum[k / (N / 2)][k % (N / 2)] = 0.0f;
+#pragma unroll 1
+            for (int turn = 0; turn < a.splits; turn++) {
+                multiply_as<F, N, RB, SC>(acc, a, r, part_begin(a, turn + 1) - part_begin(a, turn),
+                                          group, t, tile);
+#pragma unroll
+                for (int k = 0; k < RB * N / 2; k++) {
+                    sum[k / (N / 2)][k % (N / 2)] += acc[k / (N / 2)][k % (N / 2)];
+                    acc[k / (N / 2)][k % (N / 2)] = 0.0f;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < RB * N / 2; k++)
+                acc[k / (N / 2)][k % (N / 2)] = sum[k / (N / 2)][k % (N / 2)];
+        } else {
+            multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, tile);
+        }
+        if constexpr (PARTS > 1) {
+            static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
+            asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); /* read until here */
+            if (part > 0)
+#pragma unroll
+                for (int k = 0; k < N / 2; k++)
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + ((part - 1) * (N / 2) + k) *
+                                                                            WGS * 512),
+                                 "f"(acc[0][k])
+                                 : "memory");
+            asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
+            if (part > 0) continue;
+#pragma unroll 1
+            for (int other = 0; other < PARTS - 1; other++)
+#pragma unroll
+                for (int k = 0; k < N / 2; k++) {
+                    float v;
+                    asm volatile("ld.shared.f32 %0, [%1];"
+                                 : "=f"(v)
+                                 : "r"(sums + (other * (N / 2) + k) * WGS * 512)
+                                 : "memory");
+                    acc[0][k] += v;
+                }
+        }
+#pragma unroll
+        for (int b = 0; b < RB; b++) {
+            const int at = p.tile + group * RB + b;
+            if (at >= a.n_tiles) break; /* those were read a second time, for nobody */
+            if (RB > 1) to = rows_of(a, p.first + at, t);
+            write<N>(acc[b], a, to, at, p.out, p.end, t);
+        }
+    }
+#endif
+}
+
+bool on_hopper()
+{
+    static const bool yes = [] {
+        int device = 0, major = 0;
+        return cudaGetDevice(&device) == cudaSuccess &&
+               cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+                   cudaSuccess &&
+               major == 9;
+    }();
+    return yes;
+}
+
+int sm_count()
+{
+    static const int n = [] {
+        int device = 0, count = 0;
+        if (cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+            return 1;
+        return count;
+    }();
+    return n;
+}
+
+template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
+          bool GROUPED = false>
+cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
+{
+    constexpr int TILES = WGS * RB, SUMS = (PARTS - 1) * WGS * N * 256;
+    auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN, GROUPED>;
+    static const cudaError_t ready =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
+    if (ready != cudaSuccess) return ready;
+    a.w_stride = SC * w_bytes;
+    a.stage_bytes = (SC * N * 128 + TILES * a.w_stride + 1023) / 1024 * 1024;
+    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048 - SUMS) / (PARTS * a.stage_bytes));
+    if (a.stages < 2)
+        a.stages = min(MAX_STAGES, (MOST_SHARED - 2048 - SUMS) / (PARTS * a.stage_bytes));
+    if (a.stages < 2) return cudaErrorInvalidConfiguration; /* one is read while one is brought */
+    a.row_blocks = (a.n_tiles + TILES - 1) / TILES;
+    if (!GROUPED) a.token_blocks = (a.tokens + N - 1) / N;
+    return launch_after(kernel, dim3(min(a.row_blocks * a.token_blocks, sm_count() * BLOCKS)),
+                        dim3(WGS * PARTS * 128 + 128),
+                        (size_t)PARTS * a.stages * a.stage_bytes + SUMS + 1024, stream, a);
+}
+
+int largest_chunk(unsigned formats)
+{
+    int bytes = 0;
+    for (int f = 0; f < BGK_FORMATS; f++)
+        if (formats >> f & 1 && chunk_bytes(f) > bytes) bytes = chunk_bytes(f);
+    return bytes;
+}
+
+} // namespace
+
+#endif

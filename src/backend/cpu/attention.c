@@ -1,5 +1,6 @@
 /* Attention in portable C, and what all instruction sets share. */
-#define ATTEND bg_cpu_attend_plain
+#define ATTEND       bg_cpu_attend_plain
+#define INDEX_SCORES bg_cpu_index_scores_plain
 #include "backend/cpu/attention_body.h"
 
 static size_t round_up(size_t n)

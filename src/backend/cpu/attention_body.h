@@ -1,6 +1,7 @@
 /* backend/cpu/attention_body.h - the attention kernel, compiled once for each instruction set.
  *
- * The includer defines ATTEND, the name of the function. For each query vector (a row of one head):
+ * The includer defines ATTEND and INDEX_SCORES, the names of the functions. For each query vector
+ * (a row of one head):
  *
  *     for each block from the first that it sees, in order
  *         s_j   = chain of fma over 64 dimensions at a time, these partial sums added in order
@@ -372,4 +373,21 @@ void ATTEND(const bg_attend *a)
             for (int j = 0; j < a->v_dim; j++)
                 out[j] = o[j] / sum;
         }
+}
+
+_Static_assert((int)SCORE_ROWS <= (int)BG_INDEX_ROWS, "scratch of index_scores is too small");
+
+void INDEX_SCORES(float *scores, bg_cache_type type, const float *q, int n_heads, int dim,
+                  const float *w, const char *k, int lanes, float *scratch)
+{
+    for (int h = 0, n; h < n_heads; h += n) {
+        n = n_heads - h < SCORE_ROWS ? n_heads - h : SCORE_ROWS;
+        score_table[type][n](q + (size_t)h * (size_t)dim, dim, k, NULL, scratch, lanes);
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < lanes; j += VW) {
+                const vf dot = vf_load(scratch + (size_t)i * (size_t)lanes + j);
+                const vf relu = vf_max((vf){0}, dot); /* NaN stays */
+                vf_store(scores + j, vf_fma(vf_set(w[h + i]), relu, vf_load(scores + j)));
+            }
+    }
 }

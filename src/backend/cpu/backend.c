@@ -194,6 +194,16 @@ static bg_status make_index(bg_cpu *c, bg_error *err)
     if (!st) st = map_array(c, &c->chosen_k, n_threads, c->chosen_k_bytes, "index", err);
     if (!st) st = map_array(c, &c->chosen_v, n_threads, c->chosen_v_bytes, "index", err);
     if (!st) st = map_array(c, &c->chosen_blocks, blocks, sizeof(int32_t), "index", err);
+    const size_t bt = (size_t)spec->block_tokens, lanes = (size_t)cache->lanes;
+    c->index_score_floats = ((size_t)c->config.max_ctx + bt - 1) / bt * lanes;
+    c->index_head_floats = (bg_cpu_index_head_floats(cache) + 1023) & ~(size_t)1023;
+    if (!st)
+        st = map_array(c, &c->index_scores, n_threads * c->index_score_floats, sizeof(float),
+                       "index", err);
+    if (!st)
+        st = map_array(c, &c->index_heads, n_threads * c->index_head_floats, sizeof(float), "index",
+                       err);
+    if (!st) st = map_array(c, &c->index_rows, max_tokens, sizeof(int32_t), "index", err);
     for (size_t i = 0; !st && i < blocks; i++)
         c->chosen_blocks[i] = (int32_t)i;
     c->bytes += n * cache->index_block_bytes + n_threads * (c->chosen_k_bytes + c->chosen_v_bytes) +
@@ -524,6 +534,7 @@ static const bg_ops cpu_ops = {
     .mla_store = bg_cpu_mla_store,
     .mla_query = bg_cpu_mla_query,
     .mla_attention = bg_cpu_mla_attention,
+    .index = bg_cpu_index,
     .glu = bg_cpu_glu,
     .all_reduce = cpu_all_reduce,
     .gather_out = bg_cpu_gather_out,

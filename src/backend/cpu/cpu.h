@@ -89,6 +89,11 @@ typedef struct bg_cpu {
     int32_t *selection;
     int selection_top_k;
     bool has_selection;
+    float *index_scores; /* n_threads times index_score_floats: a row's, padded as blocks are */
+    size_t index_score_floats;
+    float *index_heads; /* n_threads times index_head_floats */
+    size_t index_head_floats;
+    int32_t *index_rows; /* [max_tokens] */
 
     bg_steps s; /* the slots and the step */
     bool sampled, has_logits;
@@ -109,6 +114,8 @@ const bg_rope_table *bg_cpu_rope_table(bg_cpu *c, const bg_rope *rope);
 /* Stores a row's key and value of a KV head at the row's position. */
 void bg_cpu_store_kv(const bg_cpu *c, int layer, int row, int head, const float *key,
                      const float *value);
+/* Working memory of a thread in op index. */
+size_t bg_cpu_index_head_floats(const bg_cache *cache);
 /* mla_attention, once its arguments are known to fit. */
 void bg_cpu_attend_latent(bg_cpu *c, bg_act *out, const bg_act *q_lat, const bg_act *q,
                           const bg_mla *p, const bg_rope_table *table);
@@ -135,6 +142,8 @@ bg_status bg_cpu_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, c
                            bg_error *err);
 bg_status bg_cpu_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
                                const bg_mla *p, bg_error *err);
+bg_status bg_cpu_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                       bg_error *err);
 void bg_cpu_mla_cost(const bg_backend *b, const bg_mla *p, bg_cost *cost);
 
 #endif

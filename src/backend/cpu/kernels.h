@@ -14,6 +14,7 @@
 enum {
     BG_LANES = 16,        /* block and V rows are padded to a multiple of it */
     BG_ATTEND_ROWS = 64,  /* query vectors of one bg_attend at most */
+    BG_INDEX_ROWS = 8,    /* query heads that index_scores works on at once, at most */
     BG_CHUNK_TOKENS = 64, /* of the vocabulary: a unit of the sampler's scans */
 };
 
@@ -47,9 +48,19 @@ void bg_cpu_attend_plain(const bg_attend *a);
 void bg_cpu_attend_avx2(const bg_attend *a);
 void bg_cpu_attend_avx512(const bg_attend *a);
 
+/* scores[j] += sum over heads h, in order, of w[h] * max(0, q_h . k_j) for the lanes keys of a
+ * block laid out as K. q: [n_heads][dim], scratch: BG_INDEX_ROWS * lanes floats. Lanes without a
+ * key are added to as well. */
+typedef void bg_index_scores(float *scores, bg_cache_type type, const float *q, int n_heads,
+                             int dim, const float *w, const char *k, int lanes, float *scratch);
+bg_index_scores bg_cpu_index_scores_plain, bg_cpu_index_scores_avx2, bg_cpu_index_scores_avx512;
+
 typedef struct bg_kernels {
     /* Sum of squares in 32 lanes, the same bits in every instruction set. */
     float (*sum_squares)(const float *x, int64_t n);
+    /* x . y in the same way. */
+    float (*dot)(const float *x, const float *y, int64_t n);
+    void (*add_scaled)(float *x, const float *y, float s, int64_t n); /* x += s*y */
     void (*scale_mul)(float *out, const float *x, const float *w, float s, int64_t n); /* x*s*w */
     void (*add)(float *x, const float *y, int64_t n);                                  /* x += y */
     void (*glu)(float *out, const float *gate, const float *up, int64_t n, bg_act_fn fn);
@@ -70,6 +81,7 @@ typedef struct bg_kernels {
     float (*gumbel_bound)(float bound[BG_CHUNK_TOKENS], const float *x, const uint32_t *words,
                           int n, float max, float inv_t);
     void (*attend)(const bg_attend *a);
+    bg_index_scores *index_scores;
 } bg_kernels;
 
 extern const bg_kernels bg_kernels_plain, bg_kernels_avx2, bg_kernels_avx512;

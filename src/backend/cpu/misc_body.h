@@ -1,7 +1,7 @@
 /* backend/cpu/misc_body.h - the small loops of kernels.h, compiled once for each instruction set.
  *
- * The includer defines KERNELS, the name of the table, and ATTEND, its attention. An element's
- * result never depends on where in a row it lies, nor on how long the row is. */
+ * The includer defines KERNELS, the name of the table, ATTEND, its attention, and INDEX_SCORES. An
+ * element's result never depends on where in a row it lies, nor on how long the row is. */
 
 #include <math.h>
 
@@ -11,7 +11,7 @@
 
 enum { SUM_LANES = 32, SUM_VECTORS = SUM_LANES / VW };
 
-static float sum_squares(const float *x, int64_t n)
+static float dot(const float *x, const float *y, int64_t n)
 {
     vf acc[SUM_VECTORS];
     float lane[SUM_LANES];
@@ -19,18 +19,28 @@ static float sum_squares(const float *x, int64_t n)
         acc[v] = (vf){0};
     int64_t i = 0;
     for (; i + SUM_LANES <= n; i += SUM_LANES)
-        for (int v = 0; v < SUM_VECTORS; v++) {
-            vf a = vf_load(x + i + v * VW);
-            acc[v] += a * a; /* not fused: the same bits in every build */
-        }
+        for (int v = 0; v < SUM_VECTORS; v++)
+            acc[v] += vf_load(x + i + v * VW) * vf_load(y + i + v * VW); /* not fused: the same bits
+                                                                          * in every build */
     for (int v = 0; v < SUM_VECTORS; v++)
         vf_store(lane + v * VW, acc[v]);
     for (int l = 0; i < n; i++, l++)
-        lane[l] += x[i] * x[i];
+        lane[l] += x[i] * y[i];
     for (int w = SUM_LANES / 2; w; w /= 2)
         for (int l = 0; l < w; l++)
             lane[l] += lane[l + w];
     return lane[0];
+}
+
+static float sum_squares(const float *x, int64_t n)
+{
+    return dot(x, x, n);
+}
+
+static void add_scaled(float *x, const float *y, float s, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        x[i] += s * y[i];
 }
 
 static void scale_mul(float *out, const float *x, const float *w, float s, int64_t n)
@@ -58,16 +68,26 @@ SIMD vf act_of(bg_act_fn fn, vf x)
     return sigmoid_times(x, inner * (2 * 0.79788456080286536f));
 }
 
+/* fn of the gate, times up */
+SIMD vf glu_vector(bg_act_fn fn, vf gate, vf up)
+{
+    if (fn != BG_SWIGLU_CLAMP) return act_of(fn, gate) * up;
+    const vf seven = vf_set(7); /* selected, not taken as a minimum: NaN stays */
+    gate = vf_select(gate > seven, seven, gate);
+    up = vf_select(up > seven, seven, vf_select(up < -seven, -seven, up));
+    return sigmoid_times(gate, gate * 1.702f) * (up + 1.0f);
+}
+
 SIMD void glu_of(bg_act_fn fn, float *out, const float *gate, const float *up, int64_t n)
 {
     int64_t i = 0;
     for (; i + VW <= n; i += VW)
-        vf_store(out + i, act_of(fn, vf_load(gate + i)) * vf_load(up + i));
+        vf_store(out + i, glu_vector(fn, vf_load(gate + i), vf_load(up + i)));
     if (i < n) {
         float g[VW] = {0}, u[VW] = {0}, o[VW];
         memcpy(g, gate + i, (size_t)(n - i) * sizeof(float));
         memcpy(u, up + i, (size_t)(n - i) * sizeof(float));
-        vf_store(o, act_of(fn, vf_load(g)) * vf_load(u));
+        vf_store(o, glu_vector(fn, vf_load(g), vf_load(u)));
         memcpy(out + i, o, (size_t)(n - i) * sizeof(float));
     }
 }
@@ -78,6 +98,8 @@ static void glu(float *out, const float *gate, const float *up, int64_t n, bg_ac
         glu_of(BG_SILU, out, gate, up, n);
     else if (fn == BG_GELU_TANH)
         glu_of(BG_GELU_TANH, out, gate, up, n);
+    else if (fn == BG_SWIGLU_CLAMP)
+        glu_of(BG_SWIGLU_CLAMP, out, gate, up, n);
     else
         for (int64_t i = 0; i < n; i++) /* erfc keeps the left tail; this form is rare */
             out[i] = 0.5f * gate[i] * erfcf(gate[i] * -0.70710678118654752f) * up[i];
@@ -264,6 +286,8 @@ static float gumbel_bound(float bound[BG_CHUNK_TOKENS], const float *x, const ui
 
 const bg_kernels KERNELS = {
     .sum_squares = sum_squares,
+    .dot = dot,
+    .add_scaled = add_scaled,
     .scale_mul = scale_mul,
     .add = add,
     .glu = glu,
@@ -276,4 +300,5 @@ const bg_kernels KERNELS = {
     .words = words,
     .gumbel_bound = gumbel_bound,
     .attend = ATTEND,
+    .index_scores = INDEX_SCORES,
 };

@@ -50,73 +50,283 @@ struct shards {
               1]; /* start[r]: rank r's first column in out; the last: all columns */
 };
 
-/* Block (x, t, r): 4 BLOCK columns of row t of rank r's shard. */
+/* Block (x, t, r): 4 BLOCK columns of row t of rank r's shard. stride: from a rank's to the next
+ * one's in `in`; most: columns that a rank has there, of which the last stands for more. */
 __global__ void __launch_bounds__(BLOCK)
-    place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols, shards s)
+    place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols, int64_t stride,
+                 int most, shards s)
 {
     ptx_let_next_start();
     const int r = blockIdx.z, first = s.start[r], n = s.start[r + 1] - first;
-    const float *row = in + ((int64_t)r * gridDim.y + blockIdx.y) * shard_cols;
+    const float *row = in + r * stride + blockIdx.y * shard_cols;
     float *to = out + blockIdx.y * out_cols + first;
     for (int k = 0; k < 4; k++) {
         const int i = (blockIdx.x * 4 + k) * BLOCK + threadIdx.x;
-        if (i < n) to[i] = row[i];
+        if (i < n) to[i] = row[i < most ? i : most - 1];
     }
 }
 
 /* ---- peers -----------------------------------------------------------------------------------
- * Calls use the two halves of data in turn. A rank writes a half again only in the call after the
- * next, when all blocks of the call between have met those of the others: so these have ended the
- * call before, as kernels of a stream follow each other, and read that half no more. The grid is
- * the same in all calls, so that blocks count alike. */
+ * A rank's memory, [bgk_peer_bytes()], as the others map it:
+ *
+ *     data    2 halves of BGK_PEER_FLOATS floats
+ *     lines   2 halves of [BGK_MAX_PEERS, BGK_LINE_FLOATS / 2] lines: two floats and two flags
+ *     flags   [BGK_PEER_BLOCKS, BGK_MAX_PEERS]: how far block b of rank r has come
+ *     epoch   how many calls there were, and the blocks that have left the present one
+ *
+ * Calls use the halves in turn, and the number of a call is the same on all ranks. A rank writes
+ * into half h again in the call after the next; then it has ended the one between, in which it met
+ * every other rank, which by then had ended the call before, as a call begins when all before it on
+ * the stream has ended: so nobody reads what is overwritten. */
 
-__device__ void say(uint32_t *flag, uint32_t epoch)
+constexpr int LINE_BLOCK = 256, WIDE_BLOCK = 512;
+constexpr int64_t HALF4 = BGK_PEER_FLOATS / 4, LINES = BGK_LINE_FLOATS / 2;
+constexpr size_t LINES_AT = 2 * (size_t)BGK_PEER_FLOATS * sizeof(float);
+constexpr size_t FLAGS_AT = LINES_AT + 2 * BGK_MAX_PEERS * LINES * sizeof(uint4);
+constexpr size_t EPOCH_AT = FLAGS_AT + BGK_PEER_BLOCKS * BGK_MAX_PEERS * sizeof(uint64_t);
+constexpr size_t PEER_BYTES = EPOCH_AT + 128;
+
+struct call_count {
+    uint64_t epoch;
+    unsigned left;
+};
+
+__device__ float4 *data_of(const bgk_peers &p, int rank, uint64_t epoch)
 {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+    return (float4 *)p.memory[rank] + (epoch & 1) * HALF4;
 }
 
-__device__ uint32_t hear(const uint32_t *flag)
+/* What rank `from` has written for rank `at`. */
+__device__ uint4 *lines_of(const bgk_peers &p, int at, uint64_t epoch, int from)
 {
-    uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+    return (uint4 *)((char *)p.memory[at] + LINES_AT) +
+           ((epoch & 1) * BGK_MAX_PEERS + from) * LINES;
+}
+
+__device__ uint64_t *flag_of(const bgk_peers &p, int at, int block, int from)
+{
+    return (uint64_t *)((char *)p.memory[at] + FLAGS_AT) + block * BGK_MAX_PEERS + from;
+}
+
+__device__ call_count *count_of(const bgk_peers &p)
+{
+    return (call_count *)((char *)p.memory[p.rank] + EPOCH_AT);
+}
+
+/* The number of this call, from 1 on. */
+__device__ uint64_t enter(const bgk_peers &p)
+{
+    return *(volatile uint64_t *)&count_of(p)->epoch + 1;
+}
+
+/* All blocks have read the old number before the last one sets the new one. */
+__device__ void leave(const bgk_peers &p, uint64_t epoch)
+{
+    call_count *c = count_of(p);
+    __syncthreads();
+    if (threadIdx.x || atomicAdd(&c->left, 1) + 1 < gridDim.x) return;
+    c->left = 0;
+    *(volatile uint64_t *)&c->epoch = epoch;
+}
+
+/* Tells block b of every rank that this one has come so far, and waits until they have, too: what
+ * any thread of theirs wrote before is seen by all threads here after. */
+__device__ void meet(const bgk_peers &p, uint64_t step)
+{
+    const int t = threadIdx.x;
+    __syncthreads();
+    if (t < p.n_ranks && t != p.rank) {
+        uint64_t v;
+        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag_of(p, t, blockIdx.x, p.rank)),
+                     "l"(step)
+                     : "memory");
+        do
+            asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
+                         : "=l"(v)
+                         : "l"(flag_of(p, p.rank, blockIdx.x, t))
+                         : "memory");
+        while (v < step);
+    }
+    __syncthreads();
+}
+
+/* A line is stored and loaded as a whole, at least each float with its flag: no other order between
+ * the two is needed. Flags are never 0, and those of the calls that use a half differ for 2^31 of
+ * them. */
+__device__ uint32_t line_flag(uint64_t epoch)
+{
+    return (uint32_t)(epoch >> 1) | 0x80000000u;
+}
+
+__device__ void put_line(uint4 *at, float2 v, uint32_t flag)
+{
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(at),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(flag)
+                 : "memory");
+}
+
+__device__ uint4 look_at_line(const uint4 *at)
+{
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
     return v;
 }
 
-__global__ void __launch_bounds__(BLOCK) sum_peers(float4 *x, int64_t n4, bgk_peers p)
+/* Two neighbouring values of every rank, this one's is `own`, added in rank order. */
+__device__ float2 sum_of_lines(const bgk_peers &p, uint64_t epoch, int64_t i, float2 own)
 {
-    const int b = blockIdx.x, t = threadIdx.x;
-    const int64_t first = (int64_t)b * BLOCK + t, step = (int64_t)BGK_PEER_BLOCKS * BLOCK;
-    const uint32_t epoch = p.epoch[b] + 1;
-    const int64_t half = epoch % 2 * (BGK_PEER_FLOATS / 4);
-    float4 *own = (float4 *)p.data[p.rank] + half;
+    const uint32_t flag = line_flag(epoch);
+    uint4 got[BGK_MAX_PEERS];
+#pragma unroll
+    for (int r = 0; r < BGK_MAX_PEERS; r++) /* all under way before the first is needed */
+        if (r < p.n_ranks && r != p.rank) got[r] = look_at_line(lines_of(p, p.rank, epoch, r) + i);
+    float2 s = own;
+#pragma unroll
+    for (int r = 0; r < BGK_MAX_PEERS; r++) {
+        if (r >= p.n_ranks) continue;
+        float2 v = own;
+        if (r != p.rank) {
+            while (got[r].y != flag || got[r].w != flag)
+                got[r] = look_at_line(lines_of(p, p.rank, epoch, r) + i);
+            v = make_float2(__uint_as_float(got[r].x), __uint_as_float(got[r].z));
+        }
+        s = r ? make_float2(s.x + v.x, s.y + v.y) : v;
+    }
+    return s;
+}
+
+__device__ void send_lines(const bgk_peers &p, uint64_t epoch, int64_t i, float2 v)
+{
+    const uint32_t flag = line_flag(epoch);
+    for (int k = 1; k < p.n_ranks; k++) { /* each begins with another rank */
+        const int to = p.rank + k < p.n_ranks ? p.rank + k : p.rank + k - p.n_ranks;
+        put_line(lines_of(p, to, epoch, p.rank) + i, v, flag);
+    }
+}
+
+/* For few values: everyone writes to everyone, and values say by themselves that they have come. */
+__global__ void __launch_bounds__(LINE_BLOCK)
+    sum_lines(float2 *x, int n2, const __grid_constant__ bgk_peers p)
+{
+    const int i = blockIdx.x * LINE_BLOCK + threadIdx.x;
+    ptx_let_next_start();
+    ptx_wait_prior();
+    const uint64_t epoch = enter(p);
+    if (i < n2) {
+        const float2 v = x[i];
+        send_lines(p, epoch, i, v);
+        x[i] = sum_of_lines(p, epoch, i, v);
+    }
+    leave(p, epoch);
+}
+
+__device__ void add(float4 &s, float4 v)
+{
+    s.x += v.x;
+    s.y += v.y;
+    s.z += v.z;
+    s.w += v.w;
+}
+
+/* In one shot: everyone reads everything. MOST: ranks at most. */
+template <int MOST>
+__global__ void __launch_bounds__(WIDE_BLOCK)
+    sum_once(float4 *x, int64_t n4, const __grid_constant__ bgk_peers p)
+{
+    constexpr int EACH = BGK_MAX_PEERS / MOST; /* so many loads are under way for any MOST */
+    const int64_t first = (int64_t)blockIdx.x * WIDE_BLOCK + threadIdx.x;
+    const int64_t step = (int64_t)gridDim.x * WIDE_BLOCK;
+    ptx_let_next_start();
+    ptx_wait_prior();
+    const uint64_t epoch = enter(p);
+    float4 *own = data_of(p, p.rank, epoch);
+#pragma unroll 4
     for (int64_t i = first; i < n4; i += step)
         own[i] = x[i];
-    __threadfence_system();
-    __syncthreads();
-    if (t < p.n_ranks) {
-        say(p.flags[t] + b * BGK_MAX_PEERS + p.rank, epoch);
-        while ((int32_t)(hear(p.flags[p.rank] + b * BGK_MAX_PEERS + t) - epoch) < 0) {
+    meet(p, 2 * epoch);
+    for (int64_t i0 = first; i0 < n4; i0 += EACH * step) {
+        float4 v[EACH][MOST];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+#pragma unroll
+            for (int r = 0; r < MOST; r++)
+                if (r < p.n_ranks && i0 + k * step < n4)
+                    v[k][r] = __ldcv(data_of(p, r, epoch) + i0 + k * step);
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            if (i0 + k * step >= n4) break;
+            float4 s = v[k][0];
+#pragma unroll
+            for (int r = 1; r < MOST; r++)
+                if (r < p.n_ranks) add(s, v[k][r]);
+            x[i0 + k * step] = s;
         }
     }
-    __syncthreads();
+    leave(p, epoch);
+}
+
+/* In two: rank r adds slice r for all, then everyone reads the sums. Block b of every rank has the
+ * same places of every slice, so it waits for the blocks b alone. */
+template <int MOST>
+__global__ void __launch_bounds__(WIDE_BLOCK)
+    sum_twice(float4 *x, int64_t n4, int64_t slice, const __grid_constant__ bgk_peers p)
+{
+    const int64_t first = (int64_t)blockIdx.x * WIDE_BLOCK + threadIdx.x;
+    const int64_t step = (int64_t)gridDim.x * WIDE_BLOCK;
     ptx_let_next_start();
-    if (t == 0) p.epoch[b] = epoch;
-    for (int64_t i = first; i < n4; i += step) {
-        float4 v[BGK_MAX_PEERS];
+    ptx_wait_prior();
+    const uint64_t epoch = enter(p);
+    float4 *own = data_of(p, p.rank, epoch);
+    for (int64_t j = first; j < slice; j += step)
 #pragma unroll
-        for (int r = 0; r < BGK_MAX_PEERS; r++) /* all under way before the first is needed */
-            if (r < p.n_ranks) v[r] = __ldcv((const float4 *)p.data[r] + half + i);
+        for (int q = 0; q < MOST; q++) {
+            const int64_t i = q * slice + j;
+            if (q < p.n_ranks && q != p.rank && i < n4) own[i] = x[i];
+        }
+    meet(p, 2 * epoch);
+    for (int64_t j = first; j < slice; j += step) {
+        const int64_t i = p.rank * slice + j;
+        if (i >= n4) break;
+        float4 v[MOST];
+#pragma unroll
+        for (int r = 0; r < MOST; r++)
+            if (r < p.n_ranks) v[r] = r == p.rank ? x[i] : __ldcv(data_of(p, r, epoch) + i);
         float4 s = v[0];
 #pragma unroll
-        for (int r = 1; r < BGK_MAX_PEERS; r++)
-            if (r < p.n_ranks) {
-                s.x += v[r].x;
-                s.y += v[r].y;
-                s.z += v[r].z;
-                s.w += v[r].w;
-            }
+        for (int r = 1; r < MOST; r++)
+            if (r < p.n_ranks) add(s, v[r]);
         x[i] = s;
+        own[i] = s;
     }
+    meet(p, 2 * epoch + 1);
+    for (int64_t j = first; j < slice; j += step) {
+        float4 v[MOST];
+#pragma unroll
+        for (int q = 0; q < MOST; q++)
+            if (q < p.n_ranks && q != p.rank && q * slice + j < n4)
+                v[q] = __ldcv(data_of(p, q, epoch) + q * slice + j);
+#pragma unroll
+        for (int q = 0; q < MOST; q++)
+            if (q < p.n_ranks && q != p.rank && q * slice + j < n4) x[q * slice + j] = v[q];
+    }
+    leave(p, epoch);
+}
+
+/* ---- one rank of several, alone ----------------------------------------------------------------
+ */
+
+__global__ void stand_in(int64_t ns)
+{
+    unsigned long long start, now;
+    ptx_let_next_start();
+    ptx_wait_prior();
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while ((int64_t)(now - start) < ns);
 }
 
 /* ---- faults for tests ------------------------------------------------------------------------ */
@@ -157,11 +367,13 @@ cudaError_t bgk_sum_ranks(float *out, const float *parts, int64_t part, int n_ra
 }
 
 cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int64_t shard_cols,
-                             const int64_t *widths, int n_ranks, int rows, cudaStream_t stream)
+                             const int64_t *widths, int n_ranks, int only, int rows,
+                             cudaStream_t stream)
 {
     shards s;
     int64_t at = 0;
-    if (n_ranks < 1 || n_ranks > BGK_MAX_RANKS || rows < 0 || rows > 65535 || shard_cols < 1)
+    if (n_ranks < 1 || n_ranks > BGK_MAX_RANKS || rows < 0 || rows > 65535 || shard_cols < 1 ||
+        only >= n_ranks || (only >= 0 && widths[only] < 1))
         return cudaErrorInvalidValue;
     for (int r = 0; r < n_ranks; r++) {
         s.start[r] = (int)at;
@@ -173,17 +385,58 @@ cudaError_t bgk_place_shards(float *out, int64_t out_cols, const float *in, int6
     if (!rows) return cudaSuccess;
     const dim3 grid((unsigned)((shard_cols + 4 * BLOCK - 1) / (4 * BLOCK)), (unsigned)rows,
                     (unsigned)n_ranks);
-    place_shards<<<grid, BLOCK, 0, stream>>>(out, out_cols, in, shard_cols, s);
+    place_shards<<<grid, BLOCK, 0, stream>>>(out, out_cols, in, shard_cols,
+                                             only < 0 ? rows * shard_cols : 0,
+                                             (int)(only < 0 ? shard_cols : widths[only]), s);
     return cudaGetLastError();
 }
 
-cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, cudaStream_t stream)
+size_t bgk_peer_bytes(void)
 {
-    if (n < 0 || n > BGK_PEER_FLOATS || n % 4 || !aligned(x) || p->n_ranks < 1 ||
-        p->n_ranks > BGK_MAX_PEERS || p->rank < 0 || p->rank >= p->n_ranks)
+    return PEER_BYTES;
+}
+
+/* Lines carry twice the bytes, but need one trip where flags behind values need three. In one shot
+ * a rank reads (R-1) n floats, in two 2 (R-1) n / R and waits once more: for as long as the
+ * difference takes that is worth it. */
+bgk_sum bgk_sum_way(int64_t n, int n_ranks)
+{
+    constexpr int64_t WAIT_FLOATS = 5 << 16; /* 1.25 MB: what links bring during a wait */
+    if (n <= BGK_LINE_FLOATS) return BGK_SUM_LINES;
+    return n * (n_ranks - 1) * (n_ranks - 2) / n_ranks <= WAIT_FLOATS ? BGK_SUM_ONCE
+                                                                      : BGK_SUM_TWICE;
+}
+
+static unsigned wide_blocks(int64_t n4)
+{
+    const int64_t blocks = (n4 + WIDE_BLOCK - 1) / WIDE_BLOCK;
+    return (unsigned)(blocks < BGK_PEER_BLOCKS ? blocks : BGK_PEER_BLOCKS);
+}
+
+cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, bgk_sum way, cudaStream_t stream)
+{
+    if (n < 1 || n > BGK_PEER_FLOATS || n % 4 || !aligned(x) || p->n_ranks < 1 ||
+        p->n_ranks > BGK_MAX_PEERS || p->rank < 0 || p->rank >= p->n_ranks ||
+        (way == BGK_SUM_LINES && n > BGK_LINE_FLOATS))
         return cudaErrorInvalidValue;
-    sum_peers<<<BGK_PEER_BLOCKS, BLOCK, 0, stream>>>((float4 *)x, n / 4, *p);
-    return cudaGetLastError();
+    const int64_t n4 = n / 4, slice = (n4 + p->n_ranks - 1) / p->n_ranks;
+    if (way == BGK_SUM_LINES)
+        return launch_after(sum_lines, (unsigned)((n / 2 + LINE_BLOCK - 1) / LINE_BLOCK),
+                            LINE_BLOCK, 0, stream, (float2 *)x, (int)(n / 2), *p);
+    if (way == BGK_SUM_ONCE)
+        return launch_after(p->n_ranks <= 2   ? sum_once<2>
+                            : p->n_ranks <= 4 ? sum_once<4>
+                                              : sum_once<8>,
+                            wide_blocks(n4), WIDE_BLOCK, 0, stream, (float4 *)x, n4, *p);
+    return launch_after(p->n_ranks <= 2   ? sum_twice<2>
+                        : p->n_ranks <= 4 ? sum_twice<4>
+                                          : sum_twice<8>,
+                        wide_blocks(slice), WIDE_BLOCK, 0, stream, (float4 *)x, n4, slice, *p);
+}
+
+cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream)
+{
+    return launch_after(stand_in, 1, 32, 0, stream, ns);
 }
 
 cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream)

@@ -21,6 +21,12 @@ size_t bg_comm_shm_bytes(int n_ranks, size_t max_floats);
  * joins; it outlives the comm. No waiting happens here. *c is the caller's. BG_NOMEM, BG_ARG. */
 bg_status bg_comm_shm_join(bg_comm **c, void *memory, int rank, int n_ranks, size_t max_floats,
                            bg_error *err);
+/* A rank of n_ranks that is alone, to measure what one rank does: sums leave their values as they
+ * are and take all_reduce_ns, a gather has this rank's values for everyone's, nothing waits for
+ * others. BG_NOMEM, BG_ARG. */
+bg_status bg_comm_standin_new(bg_comm **c, int rank, int n_ranks, int64_t all_reduce_ns,
+                              bg_error *err);
+int64_t bg_comm_standin_ns(const bg_comm *c); /* -1: it is a real one */
 void bg_comm_free(bg_comm *c);
 
 int bg_comm_rank(const bg_comm *c);

@@ -1,16 +1,17 @@
 /* tests/gpu/test_comm.c - sums and gathers between ranks: the kernels by themselves, and ranks as
  * processes that share one GPU (with more GPUs: one each), bit for bit against sums on the host.
+ * bench_sums, with two GPUs or more: how long sums take, by size, way and number of ranks.
  *
  * Ranks are forked before anything here has touched the GPU: a driver does not survive a fork. */
 #include "gpu.h"
 
+#include <math.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "backend/cuda/cuda.h"
-#include "base/clock.h"
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
@@ -60,15 +61,23 @@ Test(comm, shards_side_by_side)
     float *host = random_f32((size_t)4 * ROWS * SHARD, 1, 1.0f);
     float *dev = to_device(host, (size_t)4 * ROWS * SHARD * sizeof *host);
     float *out = poisoned((ROWS * COLS + GUARD) * sizeof *out);
-    CU(bgk_place_shards(out, COLS, dev, SHARD, widths, 4, ROWS, 0));
+    CU(bgk_place_shards(out, COLS, dev, SHARD, widths, 4, -1, ROWS, 0));
     float *got = from_device(out, (ROWS * COLS + GUARD) * sizeof *got);
     for (int t = 0; t < ROWS; t++)
         for (int r = 0, at = 0; r < 4; r++)
             for (int j = 0; j < widths[r]; j++, at++)
                 cr_assert_eq(got[t * COLS + at], host[(r * ROWS + t) * SHARD + j]);
     cr_assert(all_poison(got + ROWS * COLS, GUARD * sizeof *got));
+    free(got);
+    CU(bgk_place_shards(out, COLS, dev, SHARD, widths, 4, 0, ROWS, 0)); /* rank 0's for all */
+    got = from_device(out, (ROWS * COLS + GUARD) * sizeof *got);
+    for (int t = 0; t < ROWS; t++)
+        for (int r = 0, at = 0; r < 4; r++)
+            for (int j = 0; j < widths[r]; j++, at++)
+                cr_assert_eq(got[t * COLS + at], host[t * SHARD + (j < widths[0] ? j : 332)]);
     static const int64_t wide[] = {SHARD + 1};
-    cr_assert_eq(bgk_place_shards(out, COLS, dev, SHARD, wide, 1, ROWS, 0), cudaErrorInvalidValue);
+    cr_assert_eq(bgk_place_shards(out, COLS, dev, SHARD, wide, 1, -1, ROWS, 0),
+                 cudaErrorInvalidValue);
     free(host);
     free(got);
     CU(cudaFree(dev));
@@ -77,11 +86,14 @@ Test(comm, shards_side_by_side)
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
-enum { COMM_FLOATS = 1 << 12, NO_NCCL = 77 };
+enum { COMM_FLOATS = 1 << 12, NO_NCCL = 77, NO_PEERS = 78, MAX_TEST_RANKS = 8 };
+
+typedef enum aim { SUMS_AND_LOGITS, PEERS, REPLAYS, TIMES } aim;
 
 typedef struct world {
     int n, vocab, max_out;
-    bool time, peers;
+    aim aim;
+    bool own_gpus; /* one for each rank; skipped where there are too few */
     void *memory;
 } world;
 
@@ -188,22 +200,182 @@ static void check_logits(bg_cuda *c, int rank, const world *w, int n_out)
     free(host);
 }
 
-static void time_sum(bg_cuda *c, int rank, int rows, int cols)
+static const struct {
+    const char *name;
+    bg_cuda_sums sums;
+} ways[] = {{"NCCL", BG_CUDA_SUMS_LIBRARY}, {"in order", BG_CUDA_SUMS_NCCL},
+            {"lines", BG_CUDA_SUMS_LINES},  {"once", BG_CUDA_SUMS_ONCE},
+            {"twice", BG_CUDA_SUMS_TWICE},  {"automatic", BG_CUDA_SUMS_AUTO}};
+enum { N_WAYS = sizeof ways / sizeof *ways };
+
+/* Graphs of sums by peers, with eager ones between, again and again and without waiting: what every
+ * single one yields is kept and looked at in the end. Each brings new values, in turn. */
+static void check_replays(bg_cuda *c, int rank, int n_ranks, int cols, int rows, int n_runs)
 {
-    enum { N = 50 };
-    bg_act x;
+    enum { SOURCES = 3 };
+    const size_t n = (size_t)rows * (size_t)cols, bytes = n * sizeof(float);
     bg_error err = {0};
+    bg_act x;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec[2] = {NULL, NULL};
+    float *source = NULL, *log = NULL, *host = malloc((size_t)n_runs * bytes);
     MUST(bg_cuda_act_new(&c->base, &x, "x", rows, cols, &err) == BG_OK, "%s", err.text);
-    MUST(cudaMemset(x.data, 0, (size_t)rows * (size_t)cols * 4) == cudaSuccess, "set");
-    MUST(cudaDeviceSynchronize() == cudaSuccess, "set");
-    MUST(bg_comm_barrier(c->config.comm, &err) == BG_OK, "%s", err.text);
-    const int64_t from = bg_now_ns();
-    for (int i = 0; i < N; i++)
+    MUST(cudaMalloc((void **)&source, SOURCES * bytes) == cudaSuccess, "memory");
+    MUST(cudaMalloc((void **)&log, (size_t)n_runs * bytes) == cudaSuccess, "memory");
+    for (int s = 0; s < SOURCES; s++)
+        for (size_t i = 0; i < n; i++)
+            host[(size_t)s * n + i] = value_of(rank, i + (size_t)s * 7919);
+    MUST(cudaMemcpy(source, host, SOURCES * bytes, cudaMemcpyHostToDevice) == cudaSuccess, "copy");
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "copy");
+    for (int g = 0; g < 2; g++) { /* two, in turn */
+        MUST(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess,
+             "capture");
         MUST(bg_cuda_all_reduce_rows(c, &x, rows, &err) == BG_OK, "%s", err.text);
-    MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "sums");
-    if (rank == 0)
-        fprintf(stderr, "%d ranks, [%d, %d]: %.1f us a sum\n", bg_comm_size(c->config.comm), rows,
-                cols, (double)(bg_now_ns() - from) * 1e-3 / N);
+        MUST(cudaStreamEndCapture(c->stream, &graph) == cudaSuccess, "end of the capture");
+        MUST(cudaGraphInstantiate(&exec[g], graph, 0) == cudaSuccess, "graph");
+        MUST(cudaGraphDestroy(graph) == cudaSuccess, "graph");
+    }
+    for (int i = 0; i < n_runs; i++) {
+        MUST(cudaMemcpyAsync(x.data, source + (size_t)(i % SOURCES) * n, bytes,
+                             cudaMemcpyDeviceToDevice, c->stream) == cudaSuccess,
+             "copy");
+        if (i % 7 == 3)
+            MUST(bg_cuda_all_reduce_rows(c, &x, rows, &err) == BG_OK, "%s", err.text);
+        else
+            MUST(cudaGraphLaunch(exec[i % 2], c->stream) == cudaSuccess, "launch");
+        MUST(cudaMemcpyAsync(log + (size_t)i * n, x.data, bytes, cudaMemcpyDeviceToDevice,
+                             c->stream) == cudaSuccess,
+             "copy");
+    }
+    MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "%d runs of [%d, %d]", n_runs, rows,
+         cols);
+    float *want = malloc(SOURCES * bytes);
+    for (int s = 0; s < SOURCES; s++)
+        for (size_t i = 0; i < n; i++) {
+            float sum = value_of(0, i + (size_t)s * 7919);
+            for (int r = 1; r < n_ranks; r++)
+                sum += value_of(r, i + (size_t)s * 7919);
+            want[(size_t)s * n + i] = sum;
+        }
+    MUST(cudaMemcpy(host, log, (size_t)n_runs * bytes, cudaMemcpyDeviceToHost) == cudaSuccess,
+         "copy");
+    for (int i = 0; i < n_runs; i++)
+        MUST(memcmp(host + (size_t)i * n, want + (size_t)(i % SOURCES) * n, bytes) == 0,
+             "run %d of %d of [%d, %d]", i, n_runs, rows, cols);
+    for (int g = 0; g < 2; g++)
+        cudaGraphExecDestroy(exec[g]);
+    free(host);
+    free(want);
+    cudaFree(source);
+    cudaFree(log);
+}
+
+/* Of 157 in one graph, as a decode step of GLM-5 has them: the best of a few. */
+static double time_sums(bg_cuda *c, int rank, bg_act *x, int rows)
+{
+    enum { N = 157, RUNS = 6 };
+    bg_error err = {0};
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaEvent_t e[2];
+    float best = INFINITY, ms = 0;
+    MUST(bg_cuda_all_reduce_rows(c, x, rows, &err) == BG_OK, "%s", err.text);
+    MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "sum");
+    MUST(cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess, "event");
+    MUST(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess,
+         "capture");
+    for (int i = 0; i < N; i++)
+        MUST(bg_cuda_all_reduce_rows(c, x, rows, &err) == BG_OK, "%s", err.text);
+    MUST(cudaStreamEndCapture(c->stream, &graph) == cudaSuccess, "end of the capture");
+    MUST(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess, "graph");
+    for (int i = 0; i < RUNS; i++) {
+        MUST(bg_comm_barrier(c->config.comm, &err) == BG_OK, "%s", err.text);
+        cudaEventRecord(e[0], c->stream);
+        MUST(cudaGraphLaunch(exec, c->stream) == cudaSuccess, "launch");
+        cudaEventRecord(e[1], c->stream);
+        MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "sums");
+        cudaEventElapsedTime(&ms, e[0], e[1]);
+        if (i > 0 && ms < best) best = ms; /* the first one also uploads */
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaEventDestroy(e[0]);
+    cudaEventDestroy(e[1]);
+    return (double)best * 1e3 / N;
+}
+
+static void time_ways(bg_cuda *c, int rank, int n_ranks, bool peers)
+{
+    static const int kib[] = {8,    16,   24,   64,   96,   192,  384,   768,
+                              1024, 2048, 3072, 4096, 6144, 8192, 16384, 65536};
+    enum { COLS = 1024 };
+    bg_error err = {0};
+    bg_act x;
+    MUST(bg_cuda_act_new(&c->base, &x, "x", 16384, COLS, &err) == BG_OK, "%s", err.text);
+    MUST(cudaMemset(x.data, 0, (size_t)16384 * COLS * sizeof(float)) == cudaSuccess, "set");
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "set");
+    if (rank == 0) {
+        fprintf(stderr, "us a sum, %d GPUs, 157 in a graph\n%8s", n_ranks, "KiB");
+        for (int w = 0; w < N_WAYS; w++)
+            fprintf(stderr, " %10s", ways[w].name);
+        fprintf(stderr, "\n");
+    }
+    for (size_t s = 0; s < sizeof kib / sizeof *kib; s++) {
+        if (rank == 0) fprintf(stderr, "%8d", kib[s]);
+        for (int w = 0; w < N_WAYS; w++) {
+            const bool ours = ways[w].sums >= BG_CUDA_SUMS_LINES;
+            const bool lines = ways[w].sums == BG_CUDA_SUMS_LINES;
+            double us = -1;
+            if ((peers || !ours) && (!lines || kib[s] <= 1024)) {
+                bg_cuda_comm_force(c, ways[w].sums);
+                us = time_sums(c, rank, &x, kib[s] / 4);
+            }
+            if (rank == 0 && us < 0) fprintf(stderr, " %10s", "-");
+            if (rank == 0 && us >= 0) fprintf(stderr, " %10.1f", us);
+        }
+        if (rank == 0) fprintf(stderr, "\n");
+    }
+}
+
+static void check_peers(bg_cuda *c, int rank, const world *w)
+{
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < N_WAYS; k++) {
+            if (ways[k].sums < BG_CUDA_SUMS_LINES) continue;
+            bg_cuda_comm_force(c, ways[k].sums);
+            check_sum(c, rank, w->n, 1, 4, true);
+            check_sum(c, rank, w->n, 31, 4096, true);
+            check_sum(c, rank, w->n, 7, 1020, true);
+            check_sum(c, rank, w->n, 32, 4096, true);
+            if (i == 0) check_sum(c, rank, w->n, 333, 1028, true);
+        }
+}
+
+/* Real links: every size up to 64 MB, odd ones too, each way; then many runs without a pause. */
+static void check_gpus(bg_cuda *c, int rank, const world *w)
+{
+    static const int shapes[][2] = {{1, 1},      {1, 3},      {3, 577},    {1, 6144},
+                                    {2, 6144},   {31, 4100},  {32, 6144},  {301, 1025},
+                                    {128, 6144}, {255, 6148}, {342, 6144}, {2731, 6144}};
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
+        for (int k = 1; k < N_WAYS; k++) { /* but NCCL's own order */
+            if (ways[k].sums == BG_CUDA_SUMS_LINES && shapes[s][0] > 128) continue;
+            bg_cuda_comm_force(c, ways[k].sums);
+            check_sum(c, rank, w->n, shapes[s][0], shapes[s][1], true);
+        }
+    for (int k = 2; k < N_WAYS; k++) {
+        bg_cuda_comm_force(c, ways[k].sums);
+        check_replays(c, rank, w->n, 6144, 1, 1000);
+        check_replays(c, rank, w->n, 6144, 33, 300);
+    }
+    bg_cuda_comm_force(c, BG_CUDA_SUMS_AUTO);
+    check_logits(c, rank, w, w->max_out);
+}
+
+static int count_gpus(void)
+{
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
 }
 
 static void run_rank(const world *w, int rank)
@@ -211,11 +383,11 @@ static void run_rank(const world *w, int rank)
     bg_error err = {0};
     bg_comm *comm;
     bg_backend *b;
-    int n_gpus = 0;
-    alarm(100); /* a collective that hangs must not hang the test */
+    alarm(w->own_gpus ? 300 : 100); /* a collective that hangs must not hang the test */
     MUST(bg_comm_shm_join(&comm, w->memory, rank, w->n, COMM_FLOATS, &err) == BG_OK, "%s",
          err.text);
-    MUST(cudaGetDeviceCount(&n_gpus) == cudaSuccess && n_gpus > 0, "no GPU");
+    const int n_gpus = count_gpus();
+    MUST(n_gpus > 0, "no GPU");
     const bg_backend_config config = {.compute = BG_COMPUTE_F32,
                                       .n_threads = 1,
                                       .first_cpu = -1,
@@ -232,22 +404,22 @@ static void run_rank(const world *w, int rank)
     }
     bg_cuda *c = (bg_cuda *)b;
     bool used = false;
-    if (w->peers) {
+    if (w->aim != SUMS_AND_LOGITS) {
         MUST(bg_cuda_comm_peers(c, &used, &err) == BG_OK, "%s", err.text);
-        MUST(used, "peers are not used");
+        if (!used && w->own_gpus && w->aim != TIMES) _exit(NO_PEERS);
+        MUST(used || w->own_gpus, "peers are not used");
     }
-    if (w->time) {
-        time_sum(c, rank, 1, 4096);
-        time_sum(c, rank, 16, 4096);
-        time_sum(c, rank, 64, 4096);
-    } else if (w->peers) {
-        for (int i = 0; i < 5; i++) {
-            check_sum(c, rank, w->n, 1, 4, true);
-            check_sum(c, rank, w->n, 31, 4096, true);
-            check_sum(c, rank, w->n, 7, 1020, true);
-            check_sum(c, rank, w->n, 32, 4096, true); /* as many as there may be */
-        }
-    } else {
+    switch (w->aim) {
+    case TIMES:
+        time_ways(c, rank, w->n, used);
+        break;
+    case REPLAYS:
+        check_gpus(c, rank, w);
+        break;
+    case PEERS:
+        check_peers(c, rank, w);
+        break;
+    case SUMS_AND_LOGITS:
         check_sum(c, rank, w->n, 1, 100, true);
         check_sum(c, rank, w->n, 3, 577, true);
         check_sum(c, rank, w->n, 64, 1024, true);
@@ -260,13 +432,25 @@ static void run_rank(const world *w, int rank)
     _exit(0);
 }
 
+/* In a process of its own: asking brings the driver up. */
+static int gpus_here(void)
+{
+    int status = 0;
+    const pid_t pid = fork();
+    cr_assert(pid >= 0);
+    if (pid == 0) _exit(count_gpus());
+    cr_assert_eq(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
+}
+
 static void run_world(world w)
 {
     const size_t bytes = bg_comm_shm_bytes(w.n, COMM_FLOATS);
-    pid_t pids[8];
-    int failed = 0, no_nccl = 0;
+    pid_t pids[MAX_TEST_RANKS];
+    int failed = 0, no_nccl = 0, no_peers = 0;
     if (!bg_gpus_likely()) cr_skip_test("no GPU");
     if (gpu_small()) cr_skip_test("processes, which tools that watch one process do not follow");
+    if (w.own_gpus && gpus_here() < w.n) cr_skip_test("too few GPUs");
     w.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     cr_assert(w.memory != MAP_FAILED);
     for (int r = 0; r < w.n; r++) {
@@ -279,6 +463,7 @@ static void run_world(world w)
         pid_t pid = wait(&status);
         const bool good = WIFEXITED(status) && WEXITSTATUS(status) == 0;
         no_nccl += WIFEXITED(status) && WEXITSTATUS(status) == NO_NCCL;
+        no_peers += WIFEXITED(status) && WEXITSTATUS(status) == NO_PEERS;
         failed += !good;
         for (int r = 0; r < w.n; r++) {
             if (pids[r] == pid) pids[r] = 0;
@@ -287,6 +472,7 @@ static void run_world(world w)
     }
     munmap(w.memory, bytes);
     if (no_nccl) cr_skip_test("no NCCL");
+    if (no_peers) cr_skip_test("GPUs that do not reach each other's memory");
     cr_assert_eq(failed, 0, "%d of %d ranks failed", failed, w.n);
 }
 
@@ -303,22 +489,42 @@ Test(comm, three_ranks)
 
 Test(comm, two_peers)
 {
-    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .peers = true});
+    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .aim = PEERS});
 }
 
 Test(comm, four_peers)
 {
-    run_world((world){.n = 4, .vocab = 1003, .max_out = 5, .peers = true});
+    run_world((world){.n = 4, .vocab = 1003, .max_out = 5, .aim = PEERS});
 }
 
-Test(comm, bench_peers)
+Test(comm, two_gpus)
 {
-    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .peers = true, .time = true});
+    run_world((world){.n = 2, .vocab = 154880, .max_out = 64, .aim = REPLAYS, .own_gpus = true});
 }
 
+Test(comm, three_gpus)
+{
+    run_world((world){.n = 3, .vocab = 154880, .max_out = 64, .aim = REPLAYS, .own_gpus = true});
+}
+
+Test(comm, four_gpus)
+{
+    run_world((world){.n = 4, .vocab = 154880, .max_out = 64, .aim = REPLAYS, .own_gpus = true});
+}
+
+Test(comm, eight_gpus)
+{
+    run_world((world){.n = 8, .vocab = 154880, .max_out = 64, .aim = REPLAYS, .own_gpus = true});
+}
+
+/* 2, 4 and 8 of them, as many as there are. */
 Test(comm, bench_sums)
 {
-    run_world((world){.n = 2, .vocab = 1003, .max_out = 5, .time = true});
+    if (!bg_gpus_likely()) cr_skip_test("no GPU");
+    const int n_gpus = gpus_here();
+    if (n_gpus < 2) cr_skip_test("too few GPUs");
+    for (int n = 2; n <= n_gpus && n <= MAX_TEST_RANKS; n *= 2)
+        run_world((world){.n = n, .vocab = 1003, .max_out = 5, .aim = TIMES, .own_gpus = true});
 }
 
 /* ---- what comm.c says about NCCL without its header ---------------------------------------------
@@ -331,6 +537,7 @@ Test(comm, nccl_as_declared)
 {
     cr_assert_eq(sizeof(ncclUniqueId), 128);
     cr_assert_eq(ncclFloat32, 7);
+    cr_assert_eq(ncclSum, 0);
     cr_assert_eq(ncclSuccess, 0);
     cr_assert_eq(sizeof(ncclResult_t), sizeof(int));
     cr_assert_eq(sizeof(ncclDataType_t), sizeof(int));

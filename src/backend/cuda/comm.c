@@ -4,15 +4,17 @@
  * order in float32, as comm/shm.c does, so that the result is the same on every rank, for every
  * size, and on the CPU.
  *
- *   short    everyone's values to everyone, then the sum
- *   least    up to 512 KB, between GPUs that can read each other's memory: without NCCL, by one
- * kernel long     slice r of everyone's values to rank r, which adds them; then the sums to
- * everyone
+ *     peers   up to 8 MB, between GPUs that can read each other's memory: one kernel, without NCCL
+ *     short   everyone's values to everyone, then the sum
+ *     long    slice r of everyone's values to rank r, which adds them; then the sums to everyone
  *
  * All goes out on the backend's stream and can be captured. NCCL is looked for when it is needed: a
  * machine with one GPU need not have it. Several ranks may share a GPU, which NCCL only allows to
  * ranks of different hosts: so they say that they are on different ones, and talk through sockets
- * (slow: for tests). */
+ * (slow: for tests).
+ *
+ * With a stand-in for a comm this rank is alone: sums take the time that the comm says, and its own
+ * share of the logits is taken for everyone's. */
 #include "backend/cuda/cuda.h"
 
 #include <dlfcn.h>
@@ -25,13 +27,14 @@ typedef struct nccl_id {
     char internal[128];
 } nccl_id;
 typedef struct nccl_comm nccl_comm;
-enum { NCCL_FLOAT32 = 7 };
+enum { NCCL_FLOAT32 = 7, NCCL_SUM = 0 };
 
 typedef struct nccl {
     int (*get_version)(int *);
     int (*get_unique_id)(nccl_id *);
     int (*init_rank)(nccl_comm **, int, nccl_id, int);
     int (*all_gather)(const void *, void *, size_t, int, nccl_comm *, cudaStream_t);
+    int (*all_reduce)(const void *, void *, size_t, int, int, nccl_comm *, cudaStream_t);
     int (*send)(const void *, size_t, int, int, nccl_comm *, cudaStream_t);
     int (*recv)(void *, size_t, int, int, nccl_comm *, cudaStream_t);
     int (*group_start)(void);
@@ -48,6 +51,8 @@ struct bg_cuda_comm {
     float *work;
     size_t work_floats;
     bgk_peers peers; /* n_ranks 0: not in use */
+    bg_cuda_sums sums;
+    int64_t standin_ns; /* of a sum, where this rank is alone; -1: it is not */
 };
 
 enum {
@@ -80,9 +85,9 @@ static bg_status load_nccl(nccl *f, bg_error *err)
     if (symbol(l, "ncclGetVersion", &f->get_version) &&
         symbol(l, "ncclGetUniqueId", &f->get_unique_id) &&
         symbol(l, "ncclCommInitRank", &f->init_rank) &&
-        symbol(l, "ncclAllGather", &f->all_gather) && symbol(l, "ncclSend", &f->send) &&
-        symbol(l, "ncclRecv", &f->recv) && symbol(l, "ncclGroupStart", &f->group_start) &&
-        symbol(l, "ncclGroupEnd", &f->group_end) &&
+        symbol(l, "ncclAllGather", &f->all_gather) && symbol(l, "ncclAllReduce", &f->all_reduce) &&
+        symbol(l, "ncclSend", &f->send) && symbol(l, "ncclRecv", &f->recv) &&
+        symbol(l, "ncclGroupStart", &f->group_start) && symbol(l, "ncclGroupEnd", &f->group_end) &&
         symbol(l, "ncclGetErrorString", &f->error_string)) {
         symbol(l, "ncclGetLastError", &f->last_error);
         return BG_OK;
@@ -177,21 +182,18 @@ static bg_status warm_up(bg_cuda *c, bg_error *err)
 
 /* ---- peers ----------------------------------------------------------------------------------- */
 
-/* Maps the others' memory. false: some GPU cannot. */
+/* Maps the others' memory. Without, where some GPU cannot. */
 static bg_status map_peers(bg_cuda *c, bg_error *err)
 {
     struct bg_cuda_comm *m = c->ranks;
-    const size_t data = 2 * (size_t)BGK_PEER_FLOATS * sizeof(float);
-    const size_t flags = (size_t)BGK_PEER_BLOCKS * BGK_MAX_PEERS * sizeof(uint32_t);
     cudaIpcMemHandle_t handle = {{0}}, all[BGK_MAX_PEERS];
     float in[sizeof handle / sizeof(float)];
     _Static_assert(sizeof handle % sizeof(float) == 0, "it travels as floats");
-    char *own = NULL;
     bgk_peers p = {.rank = m->rank, .n_ranks = m->n};
-    /* A handle names a whole allocation: so this one has megabytes of its own. */
-    bg_status st = bg_cuda_take(c, &own, 4 << 20, "collectives", err);
-    if (!st) st = bg_cuda_done(err, cudaMemset(own, 0, 4 << 20), "collectives");
-    if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "collectives");
+    void *own = NULL;
+    /* A handle names a whole allocation: of some megabytes this one is one. */
+    bg_status st = bg_cuda_take(c, &own, bgk_peer_bytes(), "collectives", err);
+    if (!st) st = bg_cuda_done(err, cudaMemset(own, 0, bgk_peer_bytes()), "collectives");
     if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "collectives");
     if (st) return st;
     bool good = cudaIpcGetMemHandle(&handle, own) == cudaSuccess;
@@ -199,13 +201,11 @@ static bg_status map_peers(bg_cuda *c, bg_error *err)
     st = bg_comm_all_gather(c->config.comm, in, sizeof in / sizeof *in, (float *)all, err);
     if (!st) st = all_agree(c, good, &good, err);
     for (int r = 0; !st && good && r < m->n; r++) {
-        void *at = own;
+        p.memory[r] = own;
         if (r != m->rank)
-            good = cudaIpcOpenMemHandle(&at, all[r], cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
-        p.data[r] = at;
-        p.flags[r] = (uint32_t *)((char *)at + data);
+            good = cudaIpcOpenMemHandle(&p.memory[r], all[r], cudaIpcMemLazyEnablePeerAccess) ==
+                   cudaSuccess;
     }
-    p.epoch = (uint32_t *)(own + data + flags);
     (void)cudaGetLastError(); /* that GPUs cannot is no failure */
     if (!st) st = all_agree(c, good, &good, err);
     if (!st && good) m->peers = p;
@@ -214,31 +214,45 @@ static bg_status map_peers(bg_cuda *c, bg_error *err)
 
 static bg_status sum_short(bg_cuda *c, float *x, size_t n, bg_error *err);
 
+/* Both halves and one again, each way; the last counts. */
+static bg_status sum_peers_often(bg_cuda *c, float *x, const float *host, int64_t n, bgk_sum way,
+                                 bg_error *err)
+{
+    bg_status st = BG_OK;
+    for (int i = 0; i < 3 && !st; i++) {
+        st = bg_cuda_put(x, host, (size_t)n * sizeof *x, "collectives", err);
+        /* The copy is not of the stream. */
+        if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "peers");
+        if (!st)
+            st = bg_cuda_done(err, bgk_sum_peers(x, n, &c->ranks->peers, way, c->stream), "peers");
+        if (!st) st = bg_cuda_done(err, cudaStreamSynchronize(c->stream), "peers");
+    }
+    return st;
+}
+
 /* Once against NCCL's way, before it is relied on. */
 static bg_status prove_peers(bg_cuda *c, bg_error *err)
 {
-    enum { N = 4096 };
+    enum { N = 20000, WAYS = 3 };
     struct bg_cuda_comm *m = c->ranks;
-    float *x = NULL, *host = malloc(2 * N * sizeof *host);
+    float *x = NULL, *host = malloc((1 + WAYS) * N * sizeof *host);
     if (!host) return bg_fail(err, BG_NOMEM, "collectives: out of memory");
-    for (int i = 0; i < 2 * N; i++)
-        host[i] = (float)(i % N * 7 % 1013) * 0.37f + (float)m->rank * 1.01f;
-    bg_status st = bg_cuda_take(c, &x, 2 * N * sizeof *x, "collectives", err);
-    if (!st) st = bg_cuda_put(x, host, 2 * N * sizeof *x, "collectives", err);
+    for (int i = 0; i < N; i++)
+        host[i] = (float)(i * 7 % 1013) * 0.37f + (float)m->rank * 1.01f;
+    bg_status st = bg_cuda_take(c, &x, (1 + WAYS) * N * sizeof *x, "collectives", err);
+    if (!st) st = bg_cuda_put(x, host, N * sizeof *x, "collectives", err);
     if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "peers");
     if (!st) st = sum_short(c, x, N, err);
-    for (int i = 0; i < 3 && !st; i++) { /* both halves and one again; the last counts */
-        st = bg_cuda_put(x + N, host, N * sizeof *x, "collectives", err);
-        /* The copy is not of the stream. */
-        if (!st) st = bg_cuda_done(err, cudaDeviceSynchronize(), "peers");
-        if (!st) st = bg_cuda_done(err, bgk_sum_peers(x + N, N, &m->peers, c->stream), "peers");
-        if (!st) st = bg_cuda_done(err, cudaStreamSynchronize(c->stream), "peers");
-    }
+    for (int way = 0; way < WAYS && !st; way++)
+        st = sum_peers_often(c, x + (1 + way) * N, host, N, (bgk_sum)way, err);
     if (!st)
-        st = bg_cuda_done(err, cudaMemcpy(host, x, 2 * N * sizeof *x, cudaMemcpyDeviceToHost),
-                          "peers");
-    const void *mine = host, *others = host + N; /* bits, not values */
-    bool good = !st && memcmp(mine, others, N * sizeof *x) == 0;
+        st = bg_cuda_done(
+            err, cudaMemcpy(host, x, (1 + WAYS) * N * sizeof *x, cudaMemcpyDeviceToHost), "peers");
+    bool good = !st;
+    for (int way = 0; way < WAYS; way++) {
+        const void *want = host, *peers = host + (1 + way) * N; /* bits, not values */
+        good = good && memcmp(want, peers, N * sizeof *x) == 0;
+    }
     free(host);
     if (!st) st = all_agree(c, good, &good, err);
     if (!good) m->peers.n_ranks = 0;
@@ -249,7 +263,7 @@ bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err)
 {
     bg_status st = BG_OK;
     *used = false;
-    if (!c->ranks || c->ranks->n > BGK_MAX_PEERS) return BG_OK;
+    if (!c->ranks || c->ranks->n > BGK_MAX_PEERS || c->ranks->standin_ns >= 0) return BG_OK;
     if (!c->ranks->peers.n_ranks) st = map_peers(c, err);
     if (!st && c->ranks->peers.n_ranks) st = prove_peers(c, err);
     *used = c->ranks->peers.n_ranks > 0;
@@ -276,11 +290,13 @@ bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
     }
     const int64_t vocab = c->config.vocab_size;
     m->shard = (vocab + m->n - 1) / m->n;
+    m->standin_ns = bg_comm_standin_ns(host);
     uint64_t logits = (uint64_t)c->config.max_out * (uint64_t)m->shard * (uint64_t)m->n;
     if (logits > LOGIT_FLOATS) logits = LOGIT_FLOATS;
     m->work_floats = logits > WORK_FLOATS ? (size_t)logits : WORK_FLOATS;
     st = bg_cuda_take(c, &m->work, m->work_floats * sizeof(float), "collectives", err);
-    if (!st) st = load_nccl(&m->f, err);
+    if (st || m->standin_ns >= 0) goto out;
+    st = load_nccl(&m->f, err);
 
     struct cudaDeviceProp p;
     hello mine = {{0}, {{0}}};
@@ -354,13 +370,36 @@ static bg_status sum_long(bg_cuda *c, float *x, size_t slice, bg_error *err)
     return st;
 }
 
+/* By peers, in pieces. */
+static bg_status sum_by_peers(bg_cuda *c, float *x, size_t n, bg_error *err)
+{
+    const struct bg_cuda_comm *m = c->ranks;
+    const size_t most = m->sums == BG_CUDA_SUMS_LINES ? BGK_LINE_FLOATS : BGK_PEER_FLOATS;
+    bg_status st = BG_OK;
+    for (size_t at = 0; !st && at < n; at += most) {
+        const int64_t piece = (int64_t)(n - at < most ? n - at : most);
+        const bgk_sum way = m->sums == BG_CUDA_SUMS_LINES   ? BGK_SUM_LINES
+                            : m->sums == BG_CUDA_SUMS_ONCE  ? BGK_SUM_ONCE
+                            : m->sums == BG_CUDA_SUMS_TWICE ? BGK_SUM_TWICE
+                                                            : bgk_sum_way(piece, m->n);
+        st = bg_cuda_done(err, bgk_sum_peers(x + at, piece, &m->peers, way, c->stream),
+                          "op all_reduce");
+    }
+    return st;
+}
+
 static bg_status sum(bg_cuda *c, float *x, size_t n, bg_error *err)
 {
     const struct bg_cuda_comm *m = c->ranks;
     const size_t ranks = (size_t)m->n, most = m->work_floats / ranks;
-    if (m->peers.n_ranks && n <= BGK_PEER_FLOATS && n % SLICE == 0)
-        return bg_cuda_done(err, bgk_sum_peers(x, (int64_t)n, &m->peers, c->stream),
-                            "op all_reduce");
+    if (m->standin_ns >= 0)
+        return bg_cuda_done(err, bgk_stand_in(m->standin_ns, c->stream), "op all_reduce");
+    if (m->sums == BG_CUDA_SUMS_LIBRARY)
+        return done(m, m->f.all_reduce(x, x, n, NCCL_FLOAT32, NCCL_SUM, m->nccl, c->stream),
+                    "all-reduce", err);
+    if (m->peers.n_ranks && n % SLICE == 0 && n > 0 && m->sums != BG_CUDA_SUMS_NCCL &&
+        (n <= BGK_PEER_FLOATS || m->sums != BG_CUDA_SUMS_AUTO))
+        return sum_by_peers(c, x, n, err);
     bg_status st = BG_OK;
     size_t at = 0;
     while (!st && m->n > 2 && n - at > SHORT_FLOATS) {
@@ -375,6 +414,11 @@ static bg_status sum(bg_cuda *c, float *x, size_t n, bg_error *err)
         at += piece;
     }
     return st;
+}
+
+void bg_cuda_comm_force(bg_cuda *c, bg_cuda_sums sums)
+{
+    if (c->ranks) c->ranks->sums = sums;
 }
 
 bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err)
@@ -400,6 +444,7 @@ bg_status bg_cuda_gather_logits(bg_cuda *c, int n_out, const int64_t *rank_rows,
     const struct bg_cuda_comm *m = c->ranks;
     if (!m) return BG_OK;
     const int64_t vocab = c->config.vocab_size, shard = m->shard;
+    const bool alone = m->standin_ns >= 0;
     int64_t sum = 0;
     for (int r = 0; r < m->n; r++) {
         sum += rank_rows[r];
@@ -413,14 +458,21 @@ bg_status bg_cuda_gather_logits(bg_cuda *c, int n_out, const int64_t *rank_rows,
     for (int end = n_out; !st && end > 0;) {
         const int rows = end < most ? end : most;
         end -= rows;
-        st = done(m,
-                  m->f.all_gather(c->logits + end * shard, m->work, (size_t)(rows * shard),
-                                  NCCL_FLOAT32, m->nccl, c->stream),
-                  "all-gather", err);
+        const size_t n = (size_t)(rows * shard);
+        st = alone ? bg_cuda_done(err,
+                                  cudaMemcpyAsync(m->work, c->logits + end * shard,
+                                                  n * sizeof *m->work, cudaMemcpyDeviceToDevice,
+                                                  c->stream),
+                                  "op logits")
+                   : done(m,
+                          m->f.all_gather(c->logits + end * shard, m->work, n, NCCL_FLOAT32,
+                                          m->nccl, c->stream),
+                          "all-gather", err);
         if (!st)
             st = bg_cuda_done(err,
                               bgk_place_shards(c->logits + end * vocab, vocab, m->work, shard,
-                                               rank_rows, m->n, rows, c->stream),
+                                               rank_rows, m->n, alone ? m->rank : -1, rows,
+                                               c->stream),
                               "op logits");
     }
     return st;

@@ -60,6 +60,12 @@ static void cpu_free(bg_backend *b)
     for (size_t i = 0; i < c->n_embeddings; i++)
         free(c->embeddings[i]);
     free(c->embeddings);
+    for (size_t i = 0; i < c->n_routers; i++)
+        free(c->routers[i]);
+    free(c->routers);
+    for (size_t i = 0; i < c->n_experts; i++)
+        bg_cpu_experts_free(c->experts[i]);
+    free(c->experts);
     free(c->linear_scratch);
     bg_steps_release(&c->s);
     while (c->n_maps > 0)
@@ -168,6 +174,66 @@ static bg_status cpu_embedding_new(bg_backend *b, bg_embedding **e, const bg_ten
     *made =
         (bg_embedding){t->data, t->type, t->ne[1], t->ne[0], bg_qtype_row_bytes(t->type, t->ne[0])};
     c->embeddings[c->n_embeddings++] = made;
+    *e = made;
+    return BG_OK;
+}
+
+/* Room for op route with routers of n experts. */
+static bg_status grow_route(bg_cpu *c, int n, bg_error *err)
+{
+    const size_t experts = (size_t)n, n_threads = (size_t)c->config.n_threads;
+    if (n <= c->most_experts) return BG_OK;
+    bg_status st = map_array(c, &c->route_logits, (size_t)c->config.max_tokens * experts,
+                             sizeof(float), "router", err);
+    if (!st)
+        st = map_array(c, &c->route_scratch, n_threads, sizeof *c->route_scratch, "router", err);
+    for (size_t i = 0; !st && i < n_threads; i++) {
+        bg_route_scratch *r = &c->route_scratch[i];
+        st = map_array(c, &r->choice, experts, sizeof *r->choice, "router", err);
+        if (!st) st = map_array(c, &r->group, experts, sizeof *r->group, "router", err);
+        if (!st) st = map_array(c, &r->taken, experts, sizeof *r->taken, "router", err);
+        if (!st) st = map_array(c, &r->group_used, experts, sizeof *r->group_used, "router", err);
+    }
+    if (!st) c->most_experts = n;
+    return st;
+}
+
+static bg_status cpu_router_new(bg_backend *b, bg_router **r, const bg_router_spec *spec,
+                                bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    bg_router *made = NULL;
+    size_t bytes = 0;
+    *r = NULL;
+    bg_status st = grow(&c->routers, c->n_routers, &c->routers_cap, err);
+    if (!st) st = bg_cpu_router_new(&made, spec, &bytes, err);
+    if (st) return st;
+    c->routers[c->n_routers++] = made;
+    st = grow_route(c, spec->n_experts, err);
+    if (st) return st;
+    c->bytes += bytes;
+    *r = made;
+    return BG_OK;
+}
+
+static bg_status cpu_experts_new(bg_backend *b, bg_experts **e, const bg_experts_spec *spec,
+                                 bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    bg_experts *made = NULL;
+    *e = NULL;
+    bg_status st = grow(&c->experts, c->n_experts, &c->experts_cap, err);
+    if (!st) st = bg_cpu_experts_new(&made, spec, c->config.compute, c->isa, c->pool, err);
+    if (st) return st;
+    c->experts[c->n_experts++] = made;
+    const size_t scratch = bg_cpu_experts_scratch(made, c->config.max_tokens, c->config.n_threads);
+    if (scratch > c->moe_scratch_bytes) { /* layers are alike, so this happens once or twice */
+        st = map(c, &c->moe_scratch, scratch, spec->name, err);
+        if (st) return st;
+        c->bytes += scratch - c->moe_scratch_bytes;
+        c->moe_scratch_bytes = scratch;
+    }
+    c->bytes += bg_cpu_experts_bytes(made);
     *e = made;
     return BG_OK;
 }
@@ -339,6 +405,47 @@ static bg_status cpu_linear(bg_backend *b, bg_act *out, const bg_linear *l, cons
         bg_cpu_linear_run(l, out->data, out->cols, x->data, x->cols, n_rows, c->linear_scratch,
                           c->pool);
     return BG_OK;
+}
+
+static bg_status cpu_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
+                         const bg_act *h, const bg_act *add, bg_error *err)
+{
+    bg_cpu *c = (bg_cpu *)b;
+    const int n_rows = c->s.n_rows, n_used = bg_cpu_experts_used(e);
+    const int64_t cols = bg_cpu_experts_cols(e);
+    const bg_act *const all[] = {out, h, add ? add : out};
+    for (int i = 0; i < 3; i++)
+        if (n_rows > all[i]->max_rows || all[i]->cols < cols)
+            return bg_fail(err, BG_INTERNAL, "op moe: %s is [%lld, %lld], [%d, %lld] are needed",
+                           all[i]->name, (long long)all[i]->max_rows, (long long)all[i]->cols,
+                           n_rows, (long long)cols);
+    if (n_rows > route->max_rows || route->cols < 2 * n_used + 1)
+        return bg_fail(err, BG_INTERNAL, "op moe: %s is [%lld, %lld], [%d, %d] are needed",
+                       route->name, (long long)route->max_rows, (long long)route->cols, n_rows,
+                       2 * n_used + 1);
+    const bg_moe_run run = {.e = e,
+                            .out = out->data,
+                            .route = route->data,
+                            .h = h->data,
+                            .add = add ? add->data : NULL,
+                            .out_stride = out->cols,
+                            .route_stride = route->cols,
+                            .h_stride = h->cols,
+                            .add_stride = add ? add->cols : 0,
+                            .n_rows = n_rows,
+                            .scratch = c->moe_scratch,
+                            .kernels = c->kernels,
+                            .pool = c->pool};
+    int row = 0;
+    if (bg_cpu_experts_run(&run, &row)) return BG_OK;
+    return bg_fail(err, BG_INTERNAL, "op moe: row %d of %s names experts that do not exist", row,
+                   route->name);
+}
+
+static void cpu_moe_cost(const bg_backend *b, const bg_experts *e, int64_t n_rows, bg_cost *cost)
+{
+    (void)b;
+    bg_cpu_experts_cost(e, n_rows, cost);
 }
 
 static bg_status cpu_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
@@ -519,6 +626,8 @@ static const bg_ops cpu_ops = {
     .vec_new = cpu_vec_new,
     .linear_new = cpu_linear_new,
     .embedding_new = cpu_embedding_new,
+    .router_new = cpu_router_new,
+    .experts_new = cpu_experts_new,
     .cache_new = cpu_cache_new,
     .slot_seat = cpu_slot_seat,
     .begin_step = cpu_begin_step,
@@ -531,6 +640,8 @@ static const bg_ops cpu_ops = {
     .linear = cpu_linear,
     .rope_store = bg_cpu_rope_store,
     .attention = bg_cpu_attention,
+    .route = bg_cpu_route,
+    .moe = cpu_moe,
     .mla_store = bg_cpu_mla_store,
     .mla_query = bg_cpu_mla_query,
     .mla_attention = bg_cpu_mla_attention,
@@ -549,6 +660,7 @@ static const bg_ops cpu_ops = {
     .memory = cpu_memory,
     .linear_cost = cpu_linear_cost,
     .attention_cost = cpu_attention_cost,
+    .moe_cost = cpu_moe_cost,
     .mla_cost = bg_cpu_mla_cost,
 };
 

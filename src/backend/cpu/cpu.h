@@ -5,6 +5,7 @@
 #include "backend/cpu/isa.h"
 #include "backend/cpu/kernels.h"
 #include "backend/cpu/linear.h"
+#include "backend/cpu/moe.h"
 #include "backend/cpu/pool.h"
 #include "backend/ops.h"
 #include "backend/steps.h"
@@ -47,6 +48,12 @@ typedef struct bg_sampler { /* sample.c */
 void bg_sample_row(bg_sampler *s, const bg_kernels *kernels, const float *logits, int vocab,
                    const bg_slot *slot, bg_sampled *out);
 
+/* Working memory of one thread in op route, for the router with the most experts. */
+typedef struct bg_route_scratch {
+    float *choice, *group;    /* [n_experts] each */
+    bool *taken, *group_used; /* the same */
+} bg_route_scratch;
+
 typedef struct bg_map {
     void *at;
     size_t bytes;
@@ -66,6 +73,15 @@ typedef struct bg_cpu {
     size_t n_linears, linears_cap;
     bg_embedding **embeddings;
     size_t n_embeddings, embeddings_cap;
+    bg_router **routers;
+    size_t n_routers, routers_cap;
+    bg_experts **experts;
+    size_t n_experts, experts_cap;
+    float *route_logits;             /* [max_tokens, most_experts] */
+    bg_route_scratch *route_scratch; /* [n_threads] */
+    int most_experts;                /* of a router */
+    void *moe_scratch;
+    size_t moe_scratch_bytes;
     void *linear_scratch;
     size_t linear_scratch_bytes;
 
@@ -136,6 +152,10 @@ bg_status bg_cpu_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, con
                             bg_error *err);
 bg_status bg_cpu_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
                            bg_error *err);
+bg_status bg_cpu_router_new(bg_router **r, const bg_router_spec *spec, size_t *bytes,
+                            bg_error *err); /* ended by free() */
+bg_status bg_cpu_route(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
+                       bg_error *err);
 bg_status bg_cpu_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                            bg_error *err);
 bg_status bg_cpu_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,

@@ -12,41 +12,63 @@ typedef struct buffer {
     int64_t rows, cols;
 } buffer;
 
-enum { N_BUFFERS = 10 };
+enum { MAX_BUFFERS = 24 };
 
-static void plan_buffers(buffer *list, const bg_desc *d, const bg_shard *s,
-                         const bg_backend_config *c)
+static int plan_buffers(buffer *list, const bg_desc *d, const bg_shard *s,
+                        const bg_backend_config *c)
 {
-#define AT(member) (offsetof(bg_model, a.member) - offsetof(bg_model, a))
+#define ADD(use, member, rows, cols)                                                   \
+    list[n++] = (buffer)                                                               \
+    {                                                                                  \
+#member, use, offsetof(bg_model, a.member) - offsetof(bg_model, a), rows, cols \
+    }
     const int64_t t = c->max_tokens, o = c->max_out, d_model = d->d_model;
     const int64_t q = bg_shard_range(s, d, DIM_Q).n, att = bg_shard_range(s, d, DIM_ATT).n;
     const int64_t kv = bg_shard_range(s, d, DIM_K).n + bg_shard_range(s, d, DIM_V).n;
-    const buffer all[N_BUFFERS] = {
-        {"x", ROWS, AT(x), t, d_model},
-        {"h", INPUT, AT(h), t, d_model},
-        {"y", ROWS, AT(y), t, d_model},
-        {"qkv", ROWS, AT(qkv), t, q + kv},
-        {"q", ROWS, AT(q), t, q},
-        {"att", INPUT, AT(att), t, att},
-        {"gate_up", GATE_UP, AT(gate_up), t, 2 * (int64_t)s->n_ff},
-        {"ff", INPUT, AT(ff), t, s->n_ff},
-        {"out", ROWS, AT(out), o, d_model},
-        {"out_h", INPUT, AT(out_h), o, d_model},
-    };
-#undef AT
-    for (int i = 0; i < N_BUFFERS; i++) {
-        list[i] = all[i];
-        if (list[i].cols < 1) list[i].cols = 1; /* a rank without heads or FFN columns */
+    const int64_t latent = (int64_t)s->n_heads * d->kv_rank;
+    int n = 0;
+    ADD(ROWS, x, t, d_model);
+    ADD(INPUT, h, t, d_model);
+    ADD(ROWS, y, t, d_model);
+    if (d->kv_rank) {
+        ADD(ROWS, qkv, t, d->q_rank + bg_dim_size(d, DIM_KV_A));
+        if (d->q_rank) ADD(INPUT, q_a, t, d->q_rank);
+        ADD(INPUT, q, t, q);
+        ADD(INPUT, q_lat, t, latent);
+        ADD(INPUT, att_lat, t, latent);
+        if (d->index_heads) {
+            ADD(ROWS, index_q, t, bg_dim_size(d, DIM_INDEX_Q));
+            ADD(ROWS, index_k, t, d->index_dim + d->index_heads);
+        }
+    } else {
+        ADD(ROWS, qkv, t, q + kv);
+        ADD(ROWS, q, t, q);
     }
+    ADD(INPUT, att, t, att);
+    if (d->d_ff) {
+        ADD(GATE_UP, gate_up, t, 2 * (int64_t)s->n_ff);
+        ADD(INPUT, ff, t, s->n_ff);
+    }
+    if (d->n_experts) ADD(ROWS, route, t, 2 * (int64_t)d->n_used + 1);
+    if (d->n_shared && !s->merged) {
+        ADD(GATE_UP, shared_gate_up, t, 2 * (int64_t)s->n_ffs);
+        ADD(INPUT, shared_ff, t, s->n_ffs);
+    }
+    ADD(ROWS, out, o, d_model);
+    ADD(INPUT, out_h, o, d_model);
+#undef ADD
+    for (int i = 0; i < n; i++)
+        if (list[i].cols < 1) list[i].cols = 1; /* a rank without heads or FFN columns */
+    return n;
 }
 
 bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err)
 {
     bg_status st = BG_OK;
-    buffer list[N_BUFFERS];
+    buffer list[MAX_BUFFERS];
     const bg_ops *ops = m->b->ops;
-    plan_buffers(list, &m->d, &m->s, c);
-    for (int i = 0; !st && i < N_BUFFERS; i++) {
+    const int n = plan_buffers(list, &m->d, &m->s, c);
+    for (int i = 0; !st && i < n; i++) {
         const buffer *f = &list[i];
         const bool unneeded = f->use == GATE_UP && ops->fuses_glu && ops->fuses_glu(m->b);
         const bool input = f->use == INPUT && ops->act_input_new;
@@ -58,10 +80,10 @@ bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err)
 
 uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c)
 {
-    buffer list[N_BUFFERS];
+    buffer list[MAX_BUFFERS];
     uint64_t values = (uint64_t)c->max_out * (uint64_t)d->vocab_size; /* logits */
-    plan_buffers(list, d, s, c);
-    for (int i = 0; i < N_BUFFERS; i++)
+    const int n = plan_buffers(list, d, s, c);
+    for (int i = 0; i < n; i++)
         values += (uint64_t)list[i].rows * (uint64_t)list[i].cols;
     return values * sizeof(float);
 }
@@ -69,11 +91,11 @@ uint64_t bg_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_conf
 uint64_t bg_gpu_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_config *c,
                           bool tiled)
 {
-    buffer list[N_BUFFERS];
+    buffer list[MAX_BUFFERS];
     uint64_t bytes = (uint64_t)c->max_out * (uint64_t)d->vocab_size * sizeof(float);
     uint64_t widest = 0;
-    plan_buffers(list, d, s, c);
-    for (int i = 0; i < N_BUFFERS; i++) {
+    const int n = plan_buffers(list, d, s, c);
+    for (int i = 0; i < n; i++) {
         uint64_t rows = (uint64_t)list[i].rows, cols = (uint64_t)list[i].cols;
         if (list[i].use == GATE_UP && tiled) continue;
         if (list[i].use == INPUT && tiled) { /* halves in whole tiles */
@@ -82,6 +104,11 @@ uint64_t bg_gpu_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_
         }
         bytes += rows * cols * sizeof(float);
         if (list[i].use == INPUT && cols > widest) widest = cols;
+    }
+    if (d->n_experts) { /* rows by expert: halves of h and of what the down matrices read; sums */
+        const uint64_t used = (uint64_t)(d->n_used + (s->merged ? d->n_shared : 0));
+        bytes += (uint64_t)c->max_tokens * used *
+                 (6 * (uint64_t)d->d_model + 2 * (((uint64_t)s->n_ffe + 63) / 64 * 64));
     }
     /* Else linears round their input to halves, in memory of their own. */
     return tiled ? bytes : bytes + (uint64_t)c->max_tokens * (widest + 64) * 2;

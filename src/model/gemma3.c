@@ -15,6 +15,7 @@
 static bg_status read(bg_desc *d, const bg_gguf *g, bg_error *err)
 {
     d->rope_neox = true;
+    d->rope_swa_own = true;
     d->act_fn = BG_GELU_TANH;
     d->embed_scale = sqrtf((float)d->d_model);
     /* No key tells: the 27B model, alone with 62 layers, scales by its width over its heads. */
@@ -29,35 +30,12 @@ static bg_status read(bg_desc *d, const bg_gguf *g, bg_error *err)
     return st;
 }
 
-static bg_status forward(bg_model *m, bg_error *err)
-{
-    bg_backend *b = m->b;
-    const float eps = m->d.eps;
-    const int n_rows = b->ops->n_rows(b), n_layers = m->d.n_layers;
-    bg_act *x = &m->a.x, *h = &m->a.h, *y = &m->a.y;
-    bg_status st = bg_op_embed(b, x, m->embedding, m->d.embed_scale, err);
-    if (!st) st = bg_op_rms_norm(b, h, x, &m->layers[0].attn_norm, eps, n_rows, err);
-    for (int l = 0; !st && l < n_layers; l++) {
-        const bg_layer *w = &m->layers[l];
-        st = bg_attention_branch(m, l, err);
-        if (!st) st = bg_op_norm_add_norm(b, h, x, y, &w->post_attn_norm, &w->ffn_norm, eps, err);
-        if (!st) st = bg_ffn_branch(m, l, err);
-        if (!st && l + 1 < n_layers) {
-            st = bg_op_norm_add_norm(b, h, x, y, &w->post_ffn_norm, &w[1].attn_norm, eps, err);
-        } else if (!st) { /* the last norm is for the rows that need it */
-            st = bg_op_rms_norm(b, y, y, &w->post_ffn_norm, eps, n_rows, err);
-            if (!st) st = bg_op_add(b, x, y, err);
-        }
-    }
-    if (!st) st = bg_head(m, err);
-    return st;
-}
-
 const bg_arch bg_arch_gemma3 = {
     .name = "gemma3",
     .need = ROLES_GLOBAL | ROLES_DENSE | ROLE(ROLE_Q_NORM) | ROLE(ROLE_K_NORM) |
             ROLE(ROLE_POST_ATTN_NORM) | ROLE(ROLE_POST_FFN_NORM),
     .may = ROLE(ROLE_OUTPUT) | ROLE(ROLE_QKV),
+    .dense = ROLES_FFN,
     .read = read,
-    .forward = forward,
+    .forward = bg_sandwich_forward,
 };

@@ -69,64 +69,83 @@ bg_status bg_hparam_float(const bg_desc *d, const bg_gguf *g, const char *key, d
     return BG_OK;
 }
 
+bg_status bg_hparam_bool(const bg_desc *d, const bg_gguf *g, const char *key, bool def, bool *v,
+                         bg_error *err)
+{
+    char full[128];
+    snprintf(full, sizeof full, "%s.%s", d->arch_name, key);
+    return bg_gguf_get_bool(g, full, def, v, err);
+}
+
 bool bg_layer_windowed(const bg_desc *d, int layer)
 {
     return d->window && d->window_layers[layer / 64] >> (layer % 64) & 1;
 }
 
-static void set_windowed(bg_desc *d, int layer)
+bool bg_layer_moe(const bg_desc *d, int layer)
 {
-    d->window_layers[layer / 64] |= UINT64_C(1) << (layer % 64);
+    return d->n_experts && layer >= d->n_dense;
+}
+
+bool bg_layer_indexed(const bg_desc *d, int layer)
+{
+    return d->index_layers[layer / 64] >> (layer % 64) & 1;
+}
+
+void bg_desc_limit(bg_desc *d, int max_ctx)
+{
+    if (max_ctx <= d->index_top_k) d->index_heads = 0;
+}
+
+static void set_layer(uint64_t *set, int layer)
+{
+    set[layer / 64] |= UINT64_C(1) << (layer % 64);
+}
+
+bg_status bg_hparam_layers(const bg_desc *d, const bg_gguf *g, const char *key, uint64_t *set,
+                           bool *found, bg_error *err)
+{
+    char full[128];
+    const bg_kv *kv = find(d, g, key, full, sizeof full);
+    *found = kv && kv->type == BG_KV_ARR;
+    if (!*found) return BG_OK;
+    if (kv->n < (uint64_t)d->n_layers)
+        return bg_fail(err, BG_FORMAT, "%s has %llu values for %d layers", full,
+                       (unsigned long long)kv->n, d->n_layers);
+    for (int l = 0; l < d->n_layers; l++) {
+        int64_t on;
+        if (!bg_kv_int(kv, (uint64_t)l, &on))
+            return bg_fail(err, BG_FORMAT, "%s is not an array of integers or booleans", full);
+        if (on) set_layer(set, l);
+    }
+    return BG_OK;
 }
 
 bg_status bg_hparam_windows(bg_desc *d, const bg_gguf *g, int default_period, bg_error *err)
 {
-    char full[128];
-    const bg_kv *kv = find(d, g, "attention.sliding_window_pattern", full, sizeof full);
+    bool by_layer = false;
     memset(d->window_layers, 0, sizeof d->window_layers);
     d->window_period = 0;
-    if (kv && kv->type == BG_KV_ARR) {
-        if (kv->n < (uint64_t)d->n_layers)
-            return bg_fail(err, BG_FORMAT, "%s has %llu values for %d layers", full,
-                           (unsigned long long)kv->n, d->n_layers);
-        for (int l = 0; l < d->n_layers; l++) {
-            int64_t windowed;
-            if (!bg_kv_int(kv, (uint64_t)l, &windowed))
-                return bg_fail(err, BG_FORMAT, "%s is not an array of integers or booleans", full);
-            if (windowed) set_windowed(d, l);
-        }
-        return BG_OK;
-    }
-    bg_status st = bg_hparam_int(d, g, "attention.sliding_window_pattern", default_period, 0,
-                                 BG_MAX_LAYERS, &d->window_period, err);
+    bg_status st = bg_hparam_layers(d, g, "attention.sliding_window_pattern", d->window_layers,
+                                    &by_layer, err);
+    if (st || by_layer) return st;
+    st = bg_hparam_int(d, g, "attention.sliding_window_pattern", default_period, 0, BG_MAX_LAYERS,
+                       &d->window_period, err);
     for (int l = 0; !st && l < d->n_layers; l++)
         if (d->window_period == 0 || l % d->window_period < d->window_period - 1)
-            set_windowed(d, l);
+            set_layer(d->window_layers, l);
     return st;
 }
 
-static bg_status read_shape(bg_desc *d, const bg_gguf *g, bg_error *err)
+static bg_status read_heads(bg_desc *d, const bg_gguf *g, bg_error *err)
 {
-    int blocks = 0, mtp = 0;
-    bg_status st = bg_hparam_int(d, g, "block_count", -1, 1, BG_MAX_LAYERS, &blocks, err);
-    if (!st) st = bg_hparam_int(d, g, "nextn_predict_layers", 0, 0, blocks - 1, &mtp, err);
-    if (st) return st;
-    d->n_layers = blocks - mtp; /* blocks that predict further tokens stand at the end */
-
-    st = bg_hparam_int(d, g, "context_length", -1, 1, MAX_CTX, &d->n_ctx_train, err);
-    if (!st) st = bg_hparam_int(d, g, "embedding_length", -1, 1, MAX_D_MODEL, &d->d_model, err);
-    if (!st) st = bg_hparam_int(d, g, "feed_forward_length", -1, 1, MAX_D_FF, &d->d_ff, err);
-    if (!st) st = bg_hparam_int(d, g, "attention.head_count", -1, 1, MAX_HEADS, &d->n_heads, err);
-    if (!st)
-        st = bg_hparam_int(d, g, "attention.head_count_kv", d->n_heads, 1, d->n_heads,
-                           &d->n_kv_heads, err);
-    if (st) return st;
     if (d->n_heads % d->n_kv_heads)
         return bg_fail(err, BG_FORMAT, "%d query heads are no multiple of %d KV heads", d->n_heads,
                        d->n_kv_heads);
     /* A default that is no whole number counts as a missing key. */
     const int by_width = d->d_model % d->n_heads ? -1 : d->d_model / d->n_heads;
-    st = bg_hparam_int(d, g, "attention.key_length", by_width, 2, MAX_HEAD_DIM, &d->head_dim, err);
+    bg_status st =
+        bg_hparam_int(d, g, "attention.key_length", by_width, 2, MAX_HEAD_DIM, &d->head_dim, err);
     if (!st)
         st = bg_hparam_int(d, g, "attention.value_length", by_width, 1, MAX_HEAD_DIM, &d->v_dim,
                            err);
@@ -139,13 +158,36 @@ static bg_status read_shape(bg_desc *d, const bg_gguf *g, bg_error *err)
     return st;
 }
 
+static bg_status read_shape(bg_desc *d, const bg_gguf *g, bg_error *err)
+{
+    int blocks = 0;
+    bg_status st = bg_hparam_int(d, g, "block_count", -1, 1, BG_MAX_LAYERS, &blocks, err);
+    if (!st) st = bg_hparam_int(d, g, "nextn_predict_layers", 0, 0, blocks - 1, &d->n_mtp, err);
+    if (st) return st;
+    d->n_layers = blocks - d->n_mtp; /* blocks that predict further tokens stand at the end */
+
+    st = bg_hparam_int(d, g, "context_length", -1, 1, MAX_CTX, &d->n_ctx_train, err);
+    if (!st) st = bg_hparam_int(d, g, "embedding_length", -1, 1, MAX_D_MODEL, &d->d_model, err);
+    if (!st) st = bg_experts_read(d, g, err);
+    const bool dense = !d->n_experts || d->n_dense;
+    if (!st)
+        st = bg_hparam_int(d, g, "feed_forward_length", dense ? -1 : 0, dense, MAX_D_FF, &d->d_ff,
+                           err);
+    if (!st) st = bg_hparam_int(d, g, "attention.head_count", -1, 1, MAX_HEADS, &d->n_heads, err);
+    if (!st)
+        st = bg_hparam_int(d, g, "attention.head_count_kv", d->n_heads, 1, d->n_heads,
+                           &d->n_kv_heads, err);
+    if (!st) st = d->arch->mla ? bg_mla_read(d, g, err) : read_heads(d, g, err);
+    return st;
+}
+
 static bg_status read_rope(bg_desc *d, const bg_gguf *g, bg_error *err)
 {
     bg_rope_scaling *s = &d->rope_scaling;
     char key[128];
     bg_str type = {0};
     float attn_factor = 1;
-    *s = (bg_rope_scaling){.attn_factor = 1, .factor = 1, .log_mul = -1};
+    *s = (bg_rope_scaling){.attn_factor = 1, .factor = 1, .log_mul = -1, .mul = 1};
     d->rope_scale = d->rope_scale_swa = 1;
     bg_status st = bg_hparam_float(d, g, "rope.freq_base", 10000, 1, 1e15, &d->rope_base, err);
     d->rope_base_swa = d->rope_base;
@@ -188,18 +230,11 @@ static bg_status read_rope(bg_desc *d, const bg_gguf *g, bg_error *err)
 
 static bg_status read_common(bg_desc *d, const bg_gguf *g, bg_error *err)
 {
-    char key[64];
     bool causal = true;
-    int experts = 0;
-    snprintf(key, sizeof key, "%s.attention.causal", d->arch_name);
-    bg_status st = bg_gguf_get_bool(g, key, true, &causal, err);
+    bg_status st = bg_hparam_bool(d, g, "attention.causal", true, &causal, err);
     if (!st && !causal)
-        st = bg_fail(err, BG_ARG, "%s is false: an encoder, which cannot generate", key);
-    if (!st) st = bg_hparam_int(d, g, "expert_count", 0, 0, 1 << 16, &experts, err);
-    if (!st && experts)
-        st = bg_fail(err, BG_ARG,
-                     "%s.expert_count is %d: mixture-of-experts models are not supported yet",
-                     d->arch_name, experts);
+        st = bg_fail(err, BG_ARG, "%s.attention.causal is false: an encoder, which cannot generate",
+                     d->arch_name);
     if (!st) st = read_shape(d, g, err);
     if (!st) st = read_rope(d, g, err);
     if (!st) st = bg_hparam_float(d, g, "attention.layer_norm_rms_epsilon", -1, 0, 1, &d->eps, err);
@@ -236,6 +271,11 @@ static bg_status find_arch(bg_desc *d, const bg_gguf *g, bg_error *err)
     if (!name.n)
         return bg_fail(err, BG_FORMAT, "general.architecture is missing: not a language model");
     d->arch = bg_arch_find(name.p, name.n);
+    if (name.n == 6 && memcmp(name.p, "gptoss", 6) == 0)
+        return bg_fail(
+            err, BG_ARG,
+            "architecture \"gptoss\": a gpt-oss file of another converter, with names of "
+            "its own, which is not supported; use one whose architecture is \"gpt-oss\"");
     if (!d->arch) {
         for (const char *const *n = bg_arch_names(); *n; n++)
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", *list ? ", " : "",
@@ -267,6 +307,7 @@ bg_status bg_desc_read(bg_desc *d, const bg_gguf *g, bg_error *err)
     if (!st) st = read_common(d, g, err);
     if (!st) st = read_vocab(d, g, err);
     if (!st) st = d->arch->read(d, g, err);
+    if (!st && d->n_experts && !d->n_dense) d->d_ff = 0;
     if (!st) st = bg_tensors_check(d, g, err);
     if (st) return bg_wrap(err, "%s", bg_gguf_part_path(g, 0));
     return BG_OK;

@@ -9,6 +9,7 @@ bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err)
     const bool windowed = bg_layer_windowed(d, layer);
     bg_backend *b = m->b;
     bg_status st = BG_OK;
+    if (d->kv_rank) return bg_mla_branch(m, layer, err);
     if (s->n_heads) {
         const bg_attn_in in = {
             .layer = layer,
@@ -33,6 +34,7 @@ bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err)
             .scale = d->attn_scale,
             .softcap = d->attn_softcap,
             .window = windowed ? d->window : 0,
+            .sinks = w->sinks.n ? &w->sinks : NULL,
         };
         st = bg_op_linear(b, &m->a.qkv, w->qkv, &m->a.h, b->ops->n_rows(b), err);
         if (!st) st = bg_op_rope_store(b, &m->a.q, &m->a.qkv, &in, err);
@@ -48,6 +50,7 @@ bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err)
     const bg_layer *w = &m->layers[layer];
     bg_backend *b = m->b;
     bg_status st = BG_OK;
+    if (w->router) return bg_experts_branch(m, layer, err);
     if (m->s.n_ff) {
         st = bg_op_linear_glu(b, &m->a.ff, &m->a.gate_up, w->gate_up, &m->a.h, m->d.act_fn, err);
     }
@@ -83,6 +86,30 @@ bg_status bg_prenorm_forward(bg_model *m, bg_error *err)
         st = l + 1 < n_layers
                  ? bg_op_add_rms_norm(b, h, x, y, &m->layers[l + 1].attn_norm, eps, err)
                  : bg_op_add(b, x, y, err); /* the last norm is for the rows that need it */
+    }
+    if (!st) st = bg_head(m, err);
+    return st;
+}
+
+bg_status bg_sandwich_forward(bg_model *m, bg_error *err)
+{
+    bg_backend *b = m->b;
+    const float eps = m->d.eps;
+    const int n_rows = b->ops->n_rows(b), n_layers = m->d.n_layers;
+    bg_act *x = &m->a.x, *h = &m->a.h, *y = &m->a.y;
+    bg_status st = bg_op_embed(b, x, m->embedding, m->d.embed_scale, err);
+    if (!st) st = bg_op_rms_norm(b, h, x, &m->layers[0].attn_norm, eps, n_rows, err);
+    for (int l = 0; !st && l < n_layers; l++) {
+        const bg_layer *w = &m->layers[l];
+        st = bg_attention_branch(m, l, err);
+        if (!st) st = bg_op_norm_add_norm(b, h, x, y, &w->post_attn_norm, &w->ffn_norm, eps, err);
+        if (!st) st = bg_ffn_branch(m, l, err);
+        if (!st && l + 1 < n_layers) {
+            st = bg_op_norm_add_norm(b, h, x, y, &w->post_ffn_norm, &w[1].attn_norm, eps, err);
+        } else if (!st) { /* the last norm is for the rows that need it */
+            st = bg_op_rms_norm(b, y, y, &w->post_ffn_norm, eps, n_rows, err);
+            if (!st) st = bg_op_add(b, x, y, err);
+        }
     }
     if (!st) st = bg_head(m, err);
     return st;

@@ -15,6 +15,7 @@ const bg_arch bg_arch_qwen2 = {
     /* A fused file has attn_qkv.bias instead of the three. */
     .need = ROLES_GLOBAL | ROLES_DENSE | ROLES_QKV_B,
     .may = ROLE(ROLE_OUTPUT) | ROLE(ROLE_OUTPUT_B) | ROLE(ROLE_QKV) | ROLE(ROLE_QKV_B),
+    .dense = ROLES_FFN,
     .read = read,
     .forward = bg_prenorm_forward,
 };

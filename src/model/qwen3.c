@@ -14,6 +14,7 @@ const bg_arch bg_arch_qwen3 = {
     .name = "qwen3",
     .need = ROLES_GLOBAL | ROLES_DENSE | ROLE(ROLE_Q_NORM) | ROLE(ROLE_K_NORM),
     .may = ROLE(ROLE_OUTPUT) | ROLE(ROLE_QKV),
+    .dense = ROLES_FFN,
     .read = read,
     .forward = bg_prenorm_forward,
 };

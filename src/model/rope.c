@@ -30,6 +30,7 @@ void bg_rope_table(const bg_desc *d, bool windowed, const float *factors, float 
                    float *mscale)
 {
     const bg_rope_scaling *y = &d->rope_scaling;
+    windowed = windowed && d->rope_swa_own;
     const double base = windowed ? d->rope_base_swa : d->rope_base;
     const double s = windowed ? d->rope_scale_swa : d->rope_scale;
     const bool yarn = y->yarn && !windowed;
@@ -39,7 +40,7 @@ void bg_rope_table(const bg_desc *d, bool windowed, const float *factors, float 
     if (yarn) {
         low = fmax(0, floor(pair_of(d, y->beta_fast)));
         high = fmin(d->n_rot - 1, ceil(pair_of(d, y->beta_slow)));
-        double m = yarn_magnitude(y->factor, 1);
+        double m = yarn_magnitude(y->factor, y->log_mul >= 0 ? y->mul : 1);
         if (y->log_mul >= 0) m /= yarn_magnitude(y->factor, y->log_mul);
         *mscale = (float)(*mscale * m);
     }

@@ -103,7 +103,7 @@ Test(desc, names_what_it_refuses)
         {DEL(QWEN3 "attention.layer_norm_rms_epsilon"), BG_FORMAT, "epsilon is missing"},
         {NUM(QWEN3 "attention.layer_norm_rms_epsilon", INFINITY), BG_FORMAT, "epsilon"},
         {FLAG(QWEN3 "attention.causal", 0), BG_ARG, "causal"},
-        {INT(QWEN3 "expert_count", 8), BG_ARG, "mixture-of-experts"},
+        {INT(QWEN3 "expert_count", 8), BG_ARG, "mixture of experts"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const edit edits[] = {bad[i].e, EDITS_END};
@@ -178,7 +178,8 @@ static bg_desc rope_desc(void)
                      .rope_base_swa = 1e4f,
                      .rope_scale = 1,
                      .rope_scale_swa = 1,
-                     .rope_scaling = {.factor = 1, .attn_factor = 1, .log_mul = -1}};
+                     .rope_swa_own = true,
+                     .rope_scaling = {.factor = 1, .mul = 1, .attn_factor = 1, .log_mul = -1}};
 }
 
 Test(rope, plain_linear_and_windowed)
@@ -211,7 +212,8 @@ Test(rope, yarn)
                                        .ext_factor = 1,
                                        .beta_fast = 32,
                                        .beta_slow = 1,
-                                       .log_mul = -1};
+                                       .log_mul = -1,
+                                       .mul = 1};
     bg_rope_table(&d, false, NULL, freq, &mscale);
     cr_expect_float_eq(mscale, 1.1386294, 1e-6);
     for (int i = 0; i < 64; i++) {

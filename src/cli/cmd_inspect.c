@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "base/clock.h"
-#include "cli/cli.h"
+#include "cli/inspect.h"
 
 enum { SHOWN = 8, TEXT = 100 };
 
@@ -88,71 +88,6 @@ static void print_types(const bg_gguf *g)
     }
 }
 
-static void print_plan(const bg_text_model *m, const bg_memory_plan *p)
-{
-    static const char *const cache[] = {"f16", "bf16", "f32", "q8"};
-    const bg_desc *d = &m->desc;
-    char a[32], b[32], c[32], t[32];
-    printf("\nShape: %s, %d layers, d_model %d, d_ff %d, %d heads, %d KV heads of %d, vocabulary "
-           "%d%s\n",
-           d->arch_name, d->n_layers, d->d_model, d->d_ff, d->n_heads, d->n_kv_heads, d->head_dim,
-           d->vocab_size, d->tied ? ", tied output" : "");
-    printf("       %.3g parameters, %.3g multiply-adds a token, trained for %d tokens%s\n",
-           (double)d->n_params, (double)bg_macs_per_token(d), d->n_ctx_train,
-           m->chat ? ", chat template" : ", no chat template");
-    bg_format_bytes(p->kv_bytes_per_token, a, sizeof a);
-    printf("KV:    %s a token in %s; %d blocks of %d tokens = %lld tokens; context %d, %d "
-           "sequences at most\n",
-           a, cache[p->cache_type], p->n_blocks - 1, p->block_tokens,
-           (long long)(p->n_blocks - 1) * p->block_tokens, p->max_model_len, p->max_num_seqs);
-    bg_format_bytes(p->total, t, sizeof t);
-    printf("\nPlan for %d rank%s on %s: %s at most", p->tp, p->tp > 1 ? "s" : "", p->device, t);
-    bg_format_bytes(p->budget, t, sizeof t);
-    if (p->gpu) printf(", a rank may use %s", t);
-    printf("; steps of up to %d prompt tokens\n", p->max_batched_tokens);
-    puts("  rank   heads      KV heads   FFN columns      vocabulary rows      weights       KV    "
-         "  rest");
-    for (int r = 0; r < p->tp; r++) {
-        bg_shard s;
-        bg_error err = {0};
-        if (bg_shard_plan(&s, d, m->gguf, r, p->tp, &err)) continue;
-        bg_format_bytes(r < 8 ? p->weights[r] : s.weight_bytes, a, sizeof a);
-        bg_format_bytes(r < 8 ? p->kv[r] : 0, b, sizeof b);
-        bg_format_bytes(r < 8 ? p->activations[r] : 0, c, sizeof c);
-        printf("  %4d   %3d+%-3d    %3d+%-3d    %6d+%-6d   %8lld+%-8lld %10s %9s %9s\n", r, s.head0,
-               s.n_heads, s.kv_head0, s.n_kv_heads, s.ff0, s.n_ff, (long long)s.vocab0,
-               (long long)s.n_vocab, a, b, c);
-    }
-}
-
-static int print_json(const bg_text_model *m, const bg_memory_plan *p)
-{
-    const bg_desc *d = &m->desc;
-    json_t *ranks = json_array();
-    for (int r = 0; r < p->tp; r++) {
-        bg_shard s;
-        bg_error err = {0};
-        if (bg_shard_plan(&s, d, m->gguf, r, p->tp, &err)) continue;
-        json_array_append_new(ranks, json_pack("{si si si si si si si sI sI sI}", "rank", r,
-                                               "head0", s.head0, "n_heads", s.n_heads, "kv_head0",
-                                               s.kv_head0, "n_kv_heads", s.n_kv_heads, "ff0", s.ff0,
-                                               "n_ff", s.n_ff, "vocab0", (json_int_t)s.vocab0,
-                                               "n_vocab", (json_int_t)s.n_vocab, "weight_bytes",
-                                               (json_int_t)s.weight_bytes));
-    }
-    json_t *o = json_pack(
-        "{ss ss ss ss si si si si si si si si sI sI sI sI sI si si si si so}", "model", m->name,
-        "device", p->device, "arch", d->arch_name, "fingerprint", m->fingerprint, "n_layers",
-        d->n_layers, "d_model", d->d_model, "d_ff", d->d_ff, "n_heads", d->n_heads, "n_kv_heads",
-        d->n_kv_heads, "head_dim", d->head_dim, "vocab_size", d->vocab_size, "n_ctx_train",
-        d->n_ctx_train, "n_params", (json_int_t)d->n_params, "weight_bytes",
-        (json_int_t)d->weight_bytes, "kv_bytes_per_token", (json_int_t)p->kv_bytes_per_token,
-        "total_bytes", (json_int_t)p->total, "budget_bytes", (json_int_t)p->budget, "max_model_len",
-        p->max_model_len, "max_num_seqs", p->max_num_seqs, "max_num_batched_tokens",
-        p->max_batched_tokens, "n_blocks", p->n_blocks, "ranks", ranks);
-    return bg_print_json(stdout, o, JSON_INDENT(2));
-}
-
 /* A file that we cannot run (another architecture, no tokenizer) can still be looked at. */
 static int inspect_file(const bg_job *job, const bg_error *why)
 {
@@ -177,7 +112,7 @@ int bg_cmd_inspect(const bg_job *job)
     if (bg_text_model_open(&m, job, &err)) return inspect_file(job, &err);
     bg_status st = bg_plan_memory(&p, job, &m, &err);
     if (!st && job->json) {
-        code = print_json(&m, &p);
+        code = bg_inspect_json(job, &m, &p);
     } else if (!st) {
         char size[32];
         bg_format_bytes(bg_gguf_file_bytes(m.gguf), size, sizeof size);
@@ -188,7 +123,7 @@ int bg_cmd_inspect(const bg_job *job)
             print_tensors(m.gguf);
             print_types(m.gguf);
         }
-        print_plan(&m, &p);
+        bg_inspect_print(job, &m, &p);
     }
     bg_text_model_close(&m);
     return st ? bg_report(&err) : code;

@@ -3,11 +3,14 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "job/floors.h"
+
 /* Kernels' code and printf buffers, parts of softmaxes, small vectors, what allocations are rounded
  * up by. */
 static const uint64_t WORKSPACE = UINT64_C(384) << 20;
 /* What the driver may still take, when all that is free may be used. */
 static const uint64_t LEFT_FREE = UINT64_C(256) << 20;
+static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 enum {
     GRAPHS = 16,               /* decode steps of so many sizes */
     FAST_FIXED = 160 << 20,    /* a library's workspace and kernels */
@@ -41,6 +44,12 @@ static uint64_t chunk_bytes(uint32_t type)
     }
 }
 
+static bool is_bias(const bg_tensor *t)
+{
+    const size_t n = strlen(t->cname);
+    return n > 5 && strcmp(t->cname + n - 5, ".bias") == 0;
+}
+
 static uint64_t padded(uint64_t n, uint64_t to)
 {
     return (n + to - 1) / to * to;
@@ -49,13 +58,15 @@ static uint64_t padded(uint64_t n, uint64_t to)
 /* gate and up are stored row by row beside each other, in one format. */
 static uint64_t common_chunk_bytes(const bg_gguf *g, const bg_tensor *t)
 {
-    static const char *const names[] = {".ffn_gate.weight", ".ffn_up.weight"};
+    static const char *const kinds[] = {"", "_exps", "_shexp"};
     const uint64_t own = chunk_bytes(t->type);
-    for (int i = 0; i < 2; i++) {
-        const char *at = strstr(t->cname, names[i]);
-        char name[128];
+    for (int i = 0; i < 6; i++) {
+        char name[128], mine[32], others[32];
+        snprintf(mine, sizeof mine, ".ffn_%s%s.weight", i % 2 ? "up" : "gate", kinds[i / 2]);
+        snprintf(others, sizeof others, ".ffn_%s%s.weight", i % 2 ? "gate" : "up", kinds[i / 2]);
+        const char *at = strstr(t->cname, mine);
         if (!at) continue;
-        snprintf(name, sizeof name, "%.*s%s", (int)(at - t->cname), t->cname, names[1 - i]);
+        snprintf(name, sizeof name, "%.*s%s", (int)(at - t->cname), t->cname, others);
         const bg_tensor *other = bg_gguf_find_tensor(g, name);
         const uint64_t its = other ? chunk_bytes(other->type) : own;
         if (its == own) continue;
@@ -64,28 +75,36 @@ static uint64_t common_chunk_bytes(const bg_gguf *g, const bg_tensor *t)
     return own;
 }
 
-static uint64_t matrix_bytes(const bg_gguf *g, const bg_tensor *t, bg_compute compute, bool tiled)
+/* Each matrix of a stack (experts, heads) has tiles of its own. */
+static uint64_t matrix_bytes(const bg_part *part, uint64_t chunk, bg_compute compute, bool tiled)
 {
-    const uint64_t k = (uint64_t)t->ne[0];
-    const uint64_t rows = (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3];
-    if (tiled) return padded(rows, 64) / 64 * (padded(k, 64) / 64) * common_chunk_bytes(g, t);
-    return rows * padded(k, 64) * (compute == BG_COMPUTE_F32 ? 4 : 2);
+    const uint64_t rows = (uint64_t)part->rows, k = padded((uint64_t)part->cols, 64);
+    if (!rows || !k) return 0;
+    if (tiled) return (uint64_t)part->n * (padded(rows, 64) / 64) * (k / 64) * chunk;
+    return (uint64_t)part->n * rows * k * (compute == BG_COMPUTE_F32 ? 4 : 2);
 }
 
-/* Of the whole model, without the table of embeddings, which every rank has. */
-static uint64_t linear_bytes(const bg_text_model *m, bg_compute compute, bool tiled,
-                             uint64_t *embedding)
+/* What a rank holds, the whole table of embeddings among it. */
+static uint64_t held_bytes(const bg_text_model *m, const bg_shard *s, bg_compute compute,
+                           bool tiled)
 {
     uint64_t sum = 0;
-    *embedding = 0;
     for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
         const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
-        const bool table = strcmp(t->cname, "token_embd.weight") == 0;
-        if (table)
-            *embedding =
-                (uint64_t)t->ne[0] * (uint64_t)t->ne[1] * (compute == BG_COMPUTE_F32 ? 4 : 2);
-        if (table && !m->desc.tied) continue;
-        sum += t->n_dims > 1 ? matrix_bytes(m->gguf, t, compute, tiled) : (uint64_t)t->ne[0] * 4;
+        bg_part part;
+        if (!bg_shard_part(s, &m->desc, m->gguf, t, &part)) continue;
+        const bg_kind kind = bg_tensor_kind(t);
+        const uint64_t chunk = common_chunk_bytes(m->gguf, t);
+        const uint64_t values = (uint64_t)(part.rows * part.cols * part.n);
+        if (kind == BG_KIND_EMBEDDING) {
+            sum += values * (compute == BG_COMPUTE_F32 ? 4 : 2);
+            part.rows = s->n_vocab;
+            if (m->desc.tied) sum += matrix_bytes(&part, chunk, compute, tiled);
+        } else if (kind == BG_KIND_ROUTER || t->n_dims < 2 || is_bias(t)) {
+            sum += values * 4;
+        } else {
+            sum += matrix_bytes(&part, chunk, compute, tiled);
+        }
     }
     return sum;
 }
@@ -101,13 +120,7 @@ bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const
     const uint64_t rows = (uint64_t)p->max_step_tokens, seqs = (uint64_t)p->max_num_seqs;
     const uint64_t ctx = (uint64_t)p->max_model_len, vocab = (uint64_t)m->desc.vocab_size;
     const uint64_t tables = seqs * (ctx / (uint64_t)p->block_tokens + 1);
-    const double share =
-        m->desc.weight_bytes ? (double)s->weight_bytes / (double)m->desc.weight_bytes : 1.0 / p->tp;
-    uint64_t embedding;
-    const uint64_t linears = linear_bytes(m, compute, tiled, &embedding);
-    bg_gpu_bytes b = {0};
-    /* The share of a rank counts the embeddings too: a little too much, never too little. */
-    b.weights = (uint64_t)((double)linears * (p->tp > 1 ? share : 1)) + embedding;
+    bg_gpu_bytes b = {.weights = held_bytes(m, s, compute, tiled)};
     b.buffers = bg_gpu_act_bytes(&m->desc, s, &bc, tiled);
     b.buffers += seqs * (ctx + 1) * 4;                /* histories */
     b.buffers += (3 * rows + 16 * seqs + tables) * 4; /* the step */
@@ -120,21 +133,36 @@ bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const
 bg_gpu_bytes bg_gpu_fast_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s)
 {
     const uint64_t seqs = (uint64_t)p->max_num_seqs, step = (uint64_t)p->max_step_tokens;
-    const double share =
-        m->desc.weight_bytes ? (double)s->weight_bytes / (double)m->desc.weight_bytes : 1.0 / p->tp;
     uint64_t copy = 0, widest = 0;
     for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
         const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
-        const bool table = strcmp(t->cname, "token_embd.weight") == 0;
-        if (t->n_dims < 2 || (table && !m->desc.tied)) continue;
-        const uint64_t k = padded((uint64_t)t->ne[0], 64);
-        copy += (uint64_t)t->ne[1] * (uint64_t)t->ne[2] * (uint64_t)t->ne[3] * k * 2;
+        const bg_kind kind = bg_tensor_kind(t);
+        bg_part part;
+        if (t->n_dims != 2 || !bg_shard_part(s, &m->desc, m->gguf, t, &part)) continue;
+        if (kind == BG_KIND_ROUTER || is_bias(t)) continue;
+        if (kind == BG_KIND_EMBEDDING && !m->desc.tied) continue;
+        if (kind == BG_KIND_EMBEDDING) part.rows = s->n_vocab;
+        const uint64_t k = padded((uint64_t)part.cols, 64);
+        copy += (uint64_t)part.rows * k * 2;
         if (k > widest) widest = k;
     }
-    bg_gpu_bytes b = {.weights = (uint64_t)((double)copy * (p->tp > 1 ? share : 1))};
+    bg_gpu_bytes b = {.weights = copy};
     b.buffers = (step > seqs ? step : seqs) * widest * 2; /* input rows */
     b.buffers += step * padded(2 * (uint64_t)s->n_ff, 8) * 2;
     b.buffers += FAST_FIXED;
+    return b;
+}
+
+bg_gpu_bytes bg_gpu_needs(const bg_text_model *m, const bg_memory_plan *p, const bg_job *job,
+                          const bg_shard *s, bool tiled)
+{
+    bg_gpu_bytes b = bg_gpu_sizes(m, p, s, (bg_compute)job->compute, tiled);
+    if (job->fast_math) {
+        const bg_gpu_bytes more = bg_gpu_fast_sizes(m, p, s);
+        b.weights += more.weights;
+        b.buffers += more.buffers;
+    }
+    if (p->tp > 1) b.buffers += NCCL_RESERVE;
     return b;
 }
 

@@ -60,6 +60,7 @@ typedef struct bg_job {
         window;
     int64_t kv_cache_memory;       /* bytes over all ranks; 0: automatic */
     double gpu_memory_utilization; /* share of a GPU's memory */
+    int64_t device_memory;         /* inspect: bytes of a GPU that may not be there; 0: not asked */
     int kv_cache_type, compute, load_format;
     bool prefix_cache, check_ops, pin_threads, eager, fast_math;
     char *isa, *device;

@@ -145,6 +145,8 @@ const bg_option bg_options[] = {
      NULL, "HOW",
      "auto, or dummy: random weights of the model's shapes, whose file may end after its header "
      "(GPU; to measure speed)"},
+    {"device-memory", NULL, 0, BG_OPT_SIZE, F(device_memory), NULL, 0, 9e18, "0", INSPECT, false,
+     NULL, "SIZE", "also say what ranks on GPUs of this size would hold; 0: not"},
     {"check", NULL, 0, BG_OPT_BOOL, F(check_ops), NULL, ANY, NULL, ENGINE, true, NULL, NULL,
      "poison and verify every op's output (slow; for proofs)"},
     {"eager", "enforce-eager", 0, BG_OPT_BOOL, F(eager), NULL, ANY, NULL, ENGINE, true, NULL, NULL,

@@ -15,7 +15,6 @@
 enum { RANK_OVERHEAD = 64 << 20 }; /* code, stacks, tables, rings of a rank */
 enum { MOST_BLOCKS = 1 << 24, MOST_GPU_BLOCKS = 1 << 20 }; /* tables have a price, too */
 enum { CPU_SEQS = 64, CPU_TOKENS = 512, GPU_SEQS = 512, GPU_TOKENS = 8192 };
-static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 
 /* Memory a new process could take, as the kernel and the limit of addresses (ulimit -v) have it; 0
  * when they do not say. */
@@ -75,6 +74,11 @@ static void set_limits(bg_memory_plan *p, const bg_job *job, bool gpu)
         p->max_batched_tokens > p->max_num_seqs ? p->max_batched_tokens : p->max_num_seqs;
 }
 
+void bg_gpu_limits(bg_memory_plan *p, const bg_job *job)
+{
+    set_limits(p, job, true);
+}
+
 /* Which device each rank gets: p->gpus, and *free_bytes of them for the keys and values of a
  * replica (0: it is the CPU). */
 static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
@@ -102,17 +106,11 @@ static bg_status choose_device(bg_memory_plan *p, const bg_job *job, const bg_te
     for (int i = 0; i < n; i++)
         list[i].free_bytes = bg_gpu_budget(&list[i], job->gpu_memory_utilization);
     for (int r = 0; r < p->tp; r++) {
-        bg_gpu_bytes b = bg_gpu_sizes(m, p, &shards[r], (bg_compute)job->compute, p->tiled);
-        if (job->fast_math) {
-            const bg_gpu_bytes more = bg_gpu_fast_sizes(m, p, &shards[r]);
-            b.weights += more.weights;
-            b.buffers += more.buffers;
-        }
+        const bg_gpu_bytes b = bg_gpu_needs(m, p, job, &shards[r], p->tiled);
         const uint64_t kv = bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
-        const uint64_t buffers = b.buffers + (p->tp > 1 ? NCCL_RESERVE : 0);
-        need[r] = b.weights + buffers;
+        need[r] = b.weights + b.buffers;
         if (r < 8) p->weights[r] = b.weights;
-        if (r < 8) p->activations[r] = buffers;
+        if (r < 8) p->activations[r] = b.buffers;
         kv_sum += kv;
         kv_most = kv > kv_most ? kv : kv_most;
     }
@@ -200,10 +198,11 @@ static bg_status plan_kv(bg_memory_plan *p, const bg_job *job, uint64_t gpu_byte
     return BG_OK;
 }
 
-bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *m,
+bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_model *model,
                          bg_error *err)
 {
     *p = (bg_memory_plan){0};
+    bg_text_model limited = *model, *m = &limited;
     int n_cpus = processors();
     p->tp = (int)job->tp;
     int64_t threads = job->threads ? job->threads : n_cpus;
@@ -218,6 +217,7 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
                        (long long)job->max_num_batched_tokens);
     p->block_tokens = (int)job->block_size;
     p->max_model_len = (int)(job->max_model_len ? job->max_model_len : m->desc.n_ctx_train);
+    bg_desc_limit(&limited.desc, p->max_model_len);
     p->cache_type = cache_type(job);
     bg_shard shards[BG_MAX_RANKS] = {0};
     for (int r = 0; r < p->tp; r++) {

@@ -364,5 +364,92 @@ class Commands(unittest.TestCase):
         self.assertFalse(os.path.exists(self.path("none")))
 
 
+class Inspect(unittest.TestCase):
+    """The largest model there is, of which only headers exist."""
+    TP = 8
+
+    def setUp(self):
+        self.dir = tempfile.mkdtemp(dir=TMP)
+        make_model(f"{self.dir}/glm.gguf", "glm-5", "ud_q4_k", "--header-only", "--split-max-tensors", "300")
+        self.model = f"{self.dir}/glm-00001-of-00007.gguf"
+
+    def look(self, *args, code=0):
+        out, err = batchgen("inspect", self.model, "--load-format", "dummy", *args, code=code)
+        return out or err
+
+    def test_who_holds_what(self):
+        j = json.loads(self.look("--tp", self.TP, "--json", "--device-memory", "141GB"))
+        params = {k["kind"]: k["parameters"] for k in j["kinds"]}
+        self.assertEqual(round(j["active_params"] / 1e9, 1), 40.1)
+        self.assertEqual(round(sum(params.values()) / 1e9, 3), 753.864)
+        self.assertEqual(round((sum(params.values()) - params["not used"]) / 1e9, 2), 743.91)
+        self.assertEqual(j["n_params"], sum(params.values()) - params["not used"])
+        self.assertEqual(round(params["experts"] / 1e9, 2), round(75 * 256 * 3 * 6144 * 2048 / 1e9, 2))
+        self.assertEqual(j["kv_bytes_per_token"], self.TP * 78 * (576 + 128) * 2)  # of all ranks: each has it all
+        for r in j["ranks"]:
+            self.assertEqual((r["n_heads"], r["n_ff"], r["n_expert_ff"], r["n_vocab"]), (8, 1536, 256, 19360))
+            self.assertEqual(r["expert_bytes"], 75 * 256 * 3 * 6144 * 256 * 144 // 256)
+        self.assertEqual(sum(r["expert_bytes"] for r in j["ranks"]),
+                         [k["bytes"] for k in j["kinds"] if k["kind"] == "experts"][0])
+        room = j["device_memory"]
+        self.assertGreater(room["tokens"], 500000)
+        self.assertLess(room["weight_bytes"] + room["buffer_bytes"] + room["tokens"] * 78 * 704 * 2, 141e9 * 0.92)
+
+    def test_floors(self):
+        """Bytes of a step from the shapes, by hand. Q8_0 has 34 bytes for 32 values, Q4_K 144 for 256."""
+        j = json.loads(self.look("--tp", self.TP, "--json", "--kv-cache-dtype", "bf16"))
+        d, layers, moe, q8 = 6144, 78, 75, 34 / 32
+        whole = layers * d * (2048 + 576) * q8 + moe * d * 256 * 4
+        heads = layers * 64 * (2048 * 256 + 192 * 512 + 512 * 256 + 256 * d) * q8
+        ffn = (3 * 12288 + moe * 2048) * 3 * d * q8 + d * 154880 * q8
+        for f in j["floors"]:
+            chosen = 256 * (1 - (1 - 8 / 256) ** f["batch"])
+            experts = moe * chosen * 3 * d * 2048 * 144 / 256
+            keys, index = f["context"], 0
+            weights = whole + (heads + ffn + experts) / self.TP
+            if keys > 2048:  # the indexer chooses
+                weights += layers * (2048 * 4096 + d * 128) * q8 + layers * d * 32 * 4
+                keys, index = 2048, keys * layers * 128 * 2
+            kv = f["batch"] * (keys * layers * 576 * 2 + index)
+            self.assertAlmostEqual(f["experts"], chosen, places=6)
+            self.assertAlmostEqual(f["weight_bytes"] / weights, 1, delta=2e-3, msg=f)  # and norms
+            self.assertAlmostEqual(f["kv_bytes"] / kv, 1, places=9)
+            read = (f["weight_bytes"] + f["kv_bytes"]) / 4.3e12
+            self.assertAlmostEqual(f["ms"], 1e3 * max(read, f["flops"] / 790e12), places=9)
+        first = j["floors"][0]
+        self.assertEqual((first["batch"], first["context"]), (1, 1024))
+        flops = 2 * (j["active_params"] + 7 * layers * d * (2048 + 576) + 7 * moe * d * 256) / self.TP
+        self.assertAlmostEqual(first["flops"] / (flops + 10.86e6 / 8 * 1024), 1, delta=1e-3)
+
+    def test_text(self):
+        out = self.look("--tp", "3", "--device-memory", "141GB", "-q").decode()
+        for part in ("256 experts of 2048 columns, 8 a token, by sigmoid", "the first 3 layers are dense",
+                     "1 more block to predict further tokens", "latent attention (512 + 64", "156 all-reduces",
+                     "On GPUs of 141 GB", "0+22", "43+21"):
+            self.assertIn(part, out)
+        self.assertNotIn("KV heads", out)
+
+    def test_a_file_cut_off(self):
+        _, err = batchgen("inspect", self.model, "--json", code=78)
+        self.assertIn(b"cut off", err)
+
+    def test_uneven_shares(self):
+        """Widths of experts that no blocks of 256 divide; more ranks than KV heads."""
+        for preset, tp in (("tiny-gpt-oss", 3), ("tiny-glm4moe", 8), ("tiny-mixtral", 8), ("tiny-dsv3", 2)):
+            model = make_model(f"{self.dir}/{preset}.gguf", preset)
+            out, _ = batchgen("inspect", model, "--tp", tp, "--json")
+            j = json.loads(out)
+            experts = [k["bytes"] for k in j["kinds"] if k["kind"] == "experts"][0]
+            self.assertEqual(sum(r["n_heads"] for r in j["ranks"]), j["n_heads"], preset)
+            self.assertEqual(sum(r["n_expert_ff"] for r in j["ranks"]), j["d_ff_expert"], preset)
+            self.assertGreaterEqual(sum(r["expert_bytes"] for r in j["ranks"]), experts, preset)
+            for r in j["ranks"]:
+                table = [k["bytes"] for k in j["kinds"] if k["kind"] == "embedding"][0]
+                self.assertEqual(r["weight_bytes"], r["replicated_bytes"] + r["sharded_bytes"] + r["expert_bytes"]
+                                 + table, preset)
+            out, _ = batchgen("inspect", model, "--tp", tp)
+            self.assertIn(b"of an expert", out)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -92,11 +92,42 @@ static bg_status write_tune(const char *path, const bg_tune *t, bg_error *err)
     return failed ? bg_fail_os(err, "%s", path) : BG_OK;
 }
 
+/* bytes/s of an H200, as copies reach them: what floors of memory are measured by here. */
+static const double H200_BYTES = 4.3e12;
+
+/* One rank of several. floor_ms: its bytes at H200_BYTES; sums_ms: what the stand-ins take. */
+typedef struct alone {
+    double step_ms, sums_ms, floor_ms, ratio, ratio_with_sums;
+} alone;
+
+static alone alone_of(const bg_bench *b, const bg_bench_row *r)
+{
+    alone a = {.step_ms = r->decode_s / b->gen * 1e3,
+               .sums_ms = r->sums * b->all_reduce_us * 1e-3,
+               .floor_ms = r->step_bytes / H200_BYTES * 1e3};
+    if (a.floor_ms > 0) {
+        a.ratio = (a.step_ms - a.sums_ms) / a.floor_ms;
+        a.ratio_with_sums = a.step_ms / (a.floor_ms + a.sums_ms);
+    }
+    return a;
+}
+
+static json_t *alone_json(const bg_bench *b, const bg_bench_row *r)
+{
+    const alone a = alone_of(b, r);
+    return json_pack("{sf sf si sf sf sf sf sf}", "step_ms", a.step_ms, "step_gbytes",
+                     r->step_bytes * 1e-9, "all_reduces", r->sums, "all_reduce_ms", a.sums_ms,
+                     "memory_floor_ms", a.floor_ms, "step_over_floor", a.ratio,
+                     "step_over_floor_with_all_reduces", a.ratio_with_sums,
+                     "machine_tokens_per_second", r->decode_rate);
+}
+
 static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     json_t *rows = json_array();
     for (int i = 0; i < b->n_rows; i++) {
         const bg_bench_row *r = &b->rows[i];
+        if (r->too_big) continue;
         json_t *ops = json_object();
         for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++)
             json_object_set_new(ops, bg_op_kind_name(k),
@@ -108,6 +139,7 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
         if (profile && b->has_ops)
             json_object_set_new(row, "decode_profile",
                                 profile_json(&b->decode[i], &b->roofs, r->decode_s / b->gen));
+        if (b->rank_of) json_object_set_new(row, "rank_alone", alone_json(b, r));
         json_array_append_new(rows, row);
     }
     json_t *o = json_pack("{ss si si sf sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
@@ -122,13 +154,20 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
                                       (double)b->load.wait_ns * 1e-9, "copy_seconds",
                                       (double)b->load.copy_ns * 1e-9, "repack_seconds",
                                       (double)b->load.repack_ns * 1e-9));
+    if (b->rank_of)
+        json_object_set_new(o, "rank_alone",
+                            json_pack("{si si sf sf sb}", "rank", 0, "of", b->rank_of,
+                                      "all_reduce_us", b->all_reduce_us, "bytes_per_second",
+                                      H200_BYTES, "skip_prefill", b->skip_prefill));
     if (b->tune.n) json_object_set_new(o, "tune", tune_json(&b->tune));
     if (profile && b->has_ops) {
+        const bg_bench_row *last = &b->rows[b->n_rows - 1];
         json_object_set_new(o, "roofs",
                             json_pack("{sf sf}", "bytes_per_second", b->roofs.bytes,
                                       "flops_per_second", b->roofs.flops));
-        json_object_set_new(o, "prefill_profile",
-                            profile_json(&b->prefill, &b->roofs, b->rows[b->n_rows - 1].prefill_s));
+        if (!b->skip_prefill && !last->too_big)
+            json_object_set_new(o, "prefill_profile",
+                                profile_json(&b->prefill, &b->roofs, last->prefill_s));
     }
     return bg_print_json(stdout, o, JSON_INDENT(2));
 }
@@ -197,6 +236,49 @@ static void print_tune(const bg_tune *t)
     puts("");
 }
 
+static void print_alone(const bg_bench *b)
+{
+    int sums = 0;
+    for (int i = 0; i < b->n_rows; i++)
+        if (b->rows[i].sums > sums) sums = b->rows[i].sums;
+    printf("rank 0 of %d, alone on its device; all-reduce stand-in %.1f us x %d\n", b->rank_of,
+           b->all_reduce_us, sums);
+    printf("That is an assumption (--all-reduce-us): nothing is sent, sums leave values as they "
+           "are, and this rank's logits stand for all.\n%sFloor: what linears, experts and "
+           "attention must move in a step, at %.2f TB/s. Rates are those of all %d ranks.\n\n",
+           b->skip_prefill ? "Nothing was prefilled: keys and values of the context are zeros.\n"
+                           : "",
+           H200_BYTES * 1e-12, b->rank_of);
+    puts(" batch  context    ms/step  of it sums         GB   floor ms  step - sums  step to floor"
+         "   tok/s\n"
+         "                                                                to floor      and sums");
+    for (int i = 0; i < b->n_rows; i++) {
+        const bg_bench_row *r = &b->rows[i];
+        const alone a = alone_of(b, r);
+        if (r->too_big) {
+            printf("%6d %8d  its keys and values do not fit\n", r->batch, b->prompt);
+            continue;
+        }
+        printf("%6d %8d %10.3f %11.3f %10.2f %10.3f %12.2f %14.2f %9.0f\n", r->batch, b->prompt,
+               a.step_ms, a.sums_ms, r->step_bytes * 1e-9, a.floor_ms, a.ratio, a.ratio_with_sums,
+               r->decode_rate);
+    }
+}
+
+static void print_rates(const bg_bench *b)
+{
+    puts(" batch   prefill tok/s   decode tok/s   ms/step   share of the read floor   GMAC/s");
+    for (int i = 0; i < b->n_rows; i++) {
+        const bg_bench_row *r = &b->rows[i];
+        if (r->too_big) {
+            printf("%6d   its keys and values do not fit\n", r->batch);
+            continue;
+        }
+        printf("%6d %15.0f %14.1f %9.2f %21.0f %%   %10.0f\n", r->batch, r->prefill_rate,
+               r->decode_rate, r->decode_s / b->gen * 1e3, 100 * r->floor_share, r->gmacs);
+    }
+}
+
 static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     char w[32], mem[32];
@@ -208,12 +290,10 @@ static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
     bg_load_times_text(&b->load, load, sizeof load);
     printf("ready after %.2f s%s%s\n\n", b->start_s, *load ? "; weights: " : "", load);
     if (b->tune.n) print_tune(&b->tune);
-    puts(" batch   prefill tok/s   decode tok/s   ms/step   share of the read floor   GMAC/s");
-    for (int i = 0; i < b->n_rows; i++) {
-        const bg_bench_row *r = &b->rows[i];
-        printf("%6d %15.0f %14.1f %9.2f %21.0f %%   %10.0f\n", r->batch, r->prefill_rate,
-               r->decode_rate, r->decode_s / b->gen * 1e3, 100 * r->floor_share, r->gmacs);
-    }
+    if (b->rank_of)
+        print_alone(b);
+    else
+        print_rates(b);
     if (!b->has_ops) return;
     char what[96];
     const bg_bench_row *last = &b->rows[b->n_rows - 1];
@@ -222,13 +302,13 @@ static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
                b->roofs.flops > 0 ? "" : "; arithmetic not known\n");
     if (profile && b->roofs.flops > 0) printf(", %.0f TFLOP/s\n", b->roofs.flops * 1e-12);
     snprintf(what, sizeof what, "prefill of %d x %d tokens", last->batch, b->prompt);
-    if (profile)
-        print_profile(what, &b->prefill, &b->roofs, last->prefill_s);
-    else
-        print_ops(what, &b->prefill);
+    const bool prefilled = !b->skip_prefill && !last->too_big;
+    if (prefilled && profile) print_profile(what, &b->prefill, &b->roofs, last->prefill_s);
+    if (prefilled && !profile) print_ops(what, &b->prefill);
     for (int i = 0; i < b->n_rows; i++) {
         const bg_bench_row *r = &b->rows[i];
         snprintf(what, sizeof what, "decode step of batch %d", r->batch);
+        if (r->too_big) continue;
         if (profile)
             print_profile(what, &b->decode[i], &b->roofs, r->decode_s / b->gen);
         else
@@ -245,9 +325,9 @@ int bg_cmd_bench(const bg_job *job)
     if (bg_text_model_open(&m, job, &err)) return bg_report_config(&err);
     bg_status st = bg_bench_run(&b, job, &m, &err);
     if (!st && job->json)
-        code = print_json(&b, &m, job->profile);
+        code = print_json(&b, &m, job->profile || job->rank_of);
     else if (!st)
-        print_text(&b, &m, job->profile);
+        print_text(&b, &m, job->profile || job->rank_of);
     if (!st && job->tune_out) st = write_tune(job->tune_out, &b.tune, &err);
     bg_text_model_close(&m);
     bg_bench_release(&b);

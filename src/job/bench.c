@@ -10,6 +10,7 @@
 #include "backend/device.h"
 #include "base/clock.h"
 #include "base/rng.h"
+#include "comm/comm.h"
 
 enum { PROBE_BYTES = 256 << 20, PROBE_RUNS = 3, MAX_THREADS = 256 };
 
@@ -64,8 +65,10 @@ static double read_bandwidth(int threads)
  * ---------------------------------------------------------------------- */
 
 typedef struct rank {
+    bg_comm *comm; /* a stand-in, with --rank-of */
     bg_backend *b;
     bg_model *m;
+    bool skip_prefill;
     int block_tokens, blocks_per_seq, max_step, vocab;
     int32_t *blocks; /* [batch, blocks_per_seq] */
     int32_t *tokens;
@@ -102,6 +105,10 @@ static bg_status prefill(rank *r, int batch, int prompt, bg_error *err)
 {
     bg_status st = BG_OK;
     int seq = 0, pos = 0;
+    if (r->skip_prefill) {
+        r->b->ops->sync(r->b); /* the seats are taken */
+        return BG_OK;
+    }
     while (!st && seq < batch) {
         int n_seqs = 0, room = r->max_step;
         while (seq < batch && room > 0) {
@@ -144,11 +151,12 @@ static bg_status decode(rank *r, int batch, int prompt, int gen, bg_error *err)
 static bg_status seat_all(rank *r, int batch, int prompt, bg_error *err)
 {
     const bg_sampling greedy = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1};
+    const int n = prompt + r->skip_prefill; /* else the prefill samples one */
     bg_status st = BG_OK;
     for (int s = 0; !st && s < batch; s++) {
-        for (int i = 0; i < prompt; i++)
-            r->tokens[i] = some_token(s * prompt + i, r->vocab);
-        st = r->b->ops->slot_seat(r->b, s, &greedy, r->tokens, prompt, 0, err);
+        for (int i = 0; i < n; i++)
+            r->tokens[i] = some_token(s * n + i, r->vocab);
+        st = r->b->ops->slot_seat(r->b, s, &greedy, r->tokens, n, 0, err);
     }
     return st;
 }
@@ -157,6 +165,7 @@ static void rank_close(rank *r)
 {
     bg_model_free(r->m);
     bg_backend_free(r->b);
+    bg_comm_free(r->comm);
     free(r->blocks);
     free(r->tokens);
     free(r->seqs);
@@ -176,7 +185,8 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                            const bg_memory_plan *p, int max_batch, bg_error *err)
 {
     int len = b->prompt + b->gen + 1;
-    *r = (rank){.block_tokens = p->block_tokens,
+    *r = (rank){.skip_prefill = b->skip_prefill,
+                .block_tokens = p->block_tokens,
                 .max_step = p->max_step_tokens,
                 .vocab = m->desc.vocab_size};
     r->blocks_per_seq = (len + p->block_tokens - 1) / p->block_tokens;
@@ -189,6 +199,10 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
         return bg_fail(err, BG_NOMEM, "out of memory");
     for (size_t i = 0; i < n_blocks; i++)
         r->blocks[i] = (int32_t)i + 1;
+    bg_status st = BG_OK;
+    if (b->rank_of)
+        st = bg_comm_standin_new(&r->comm, 0, b->rank_of, (int64_t)(b->all_reduce_us * 1e3), err);
+    if (st) return st;
     const bg_backend_config bc = {.compute = (bg_compute)job->compute,
                                   .n_threads = p->threads_per_rank,
                                   .first_cpu = job->pin_threads ? 0 : -1,
@@ -196,6 +210,7 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                                   .eager = job->eager,
                                   .dummy = job->load_format == BG_LOAD_DUMMY,
                                   .fast_math = job->fast_math,
+                                  .comm = r->comm,
                                   .max_tokens = p->max_step_tokens,
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,
@@ -203,12 +218,12 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                                   .tune_table = job->tune_table,
                                   .vocab_size = m->desc.vocab_size,
                                   .isa = job->isa};
-    const bg_model_config mc = {.tp = 1,
+    const bg_model_config mc = {.tp = b->rank_of ? b->rank_of : 1,
                                 .n_blocks = (int)n_blocks + 1,
                                 .block_tokens = p->block_tokens,
                                 .cache_type = p->cache_type,
                                 .backend = &bc};
-    bg_status st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
+    st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
     if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
     if (!st && job->tune) st = tune(b, r, err);
     return st ? st : bg_model_prepare(r->m, err);
@@ -216,6 +231,7 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
 
 static void mean(bg_profile *p, int n)
 {
+    if (n < 1) return;
     for (int k = 0; k < BG_OP_KINDS; k++) {
         p->ns[k] /= n;
         p->calls[k] /= n;
@@ -278,7 +294,7 @@ static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m
         b->read_bandwidth = b->roofs.bytes;
     }
     for (int i = 0; !st && r.b && i < b->n_rows; i++)
-        st = measure(b, &r, i, job->profile, err);
+        if (!b->rows[i].too_big) st = measure(b, &r, i, job->profile, err);
     if (r.b) b->memory = r.b->ops->memory(r.b);
     rank_close(&r);
     return st;
@@ -393,36 +409,104 @@ static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, b
     return BG_OK;
 }
 
+static bg_status check_options(const bg_job *job, const bg_memory_plan *p, bg_error *err)
+{
+    if (job->tune_out && !job->tune) return bg_fail(err, BG_ARG, "--tune-out: only with --tune");
+    if (job->tune && p->tp > 1) return bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1)");
+    if (job->rank_of && job->tp > 1)
+        return bg_fail(err, BG_ARG, "--rank-of %lld: it is one rank, not --tp %lld as well",
+                       (long long)job->rank_of, (long long)job->tp);
+    if (job->skip_prefill && (job->load_format != BG_LOAD_DUMMY || p->tp > 1))
+        return bg_fail(err, BG_ARG,
+                       "--skip-prefill: only with --load-format dummy, in one process (--tp 1): "
+                       "what real weights make of a context that nobody computed is not a number");
+    return BG_OK;
+}
+
+/* Rows for whose keys and values the GPU has no room are left out. */
+static bg_status leave_out(bg_bench *b, const bg_memory_plan *p, int *max_batch, bg_error *err)
+{
+    const int64_t len = b->prompt + b->gen + 1;
+    const int64_t per_seq = (len + p->block_tokens - 1) / p->block_tokens;
+    *max_batch = 0;
+    for (int i = 0; i < b->n_rows; i++) {
+        bg_bench_row *r = &b->rows[i];
+        r->too_big = p->gpu && p->tp == 1 && per_seq * r->batch + 1 > p->n_blocks;
+        if (!r->too_big && r->batch > *max_batch) *max_batch = r->batch;
+    }
+    if (*max_batch) return BG_OK;
+    return bg_fail(err, BG_ARG,
+                   "no --batch has room: %d sequences of %lld tokens fit beside the weights",
+                   (int)((p->n_blocks - 1) / per_seq), (long long)len);
+}
+
+/* What a step reads once: as its profile says, which knows how many experts are chosen; else all
+ * weights, and keys and values. */
+static double bytes_of_step(const bg_bench *b, int i, const bg_memory_plan *p)
+{
+    const bg_bench_row *r = &b->rows[i];
+    double bytes = 0;
+    for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++) {
+        const bg_op_group g = bg_op_kind_group(k);
+        if (g == BG_OPS_GEMM || g == BG_OPS_ATTENTION) bytes += b->decode[i].cost[k].bytes;
+    }
+    const double kv = (double)p->kv_bytes_per_token * r->batch * (b->prompt + b->gen / 2.0);
+    return bytes > 0 ? bytes : (double)b->weight_bytes + kv;
+}
+
+static int sums_of_step(const bg_bench *b, int i)
+{
+    int64_t n = 0;
+    for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++)
+        if (bg_op_kind_group(k) == BG_OPS_COLLECTIVES) n += b->decode[i].calls[k];
+    return (int)n;
+}
+
+static bg_status run_planned(bg_bench *b, const bg_job *job, const bg_job *sized,
+                             const bg_text_model *m, const bg_memory_plan *p, bg_error *err)
+{
+    int max_batch;
+    bg_shard shard;
+    bg_status st = check_options(job, p, err);
+    if (!st) st = leave_out(b, p, &max_batch, err);
+    if (!st && b->rank_of) st = bg_shard_plan(&shard, &m->desc, m->gguf, 0, b->rank_of, err);
+    if (st) return st;
+    if (b->rank_of) b->weight_bytes = shard.weight_bytes;
+    b->read_bandwidth = read_bandwidth(p->threads_per_rank * p->tp);
+    st = p->tp == 1 ? run_here(b, job, m, p, max_batch, err) : run_ranks(b, sized, m, p, err);
+    for (int i = 0; !st && i < b->n_rows; i++) {
+        bg_bench_row *r = &b->rows[i];
+        if (r->too_big) continue;
+        r->prefill_rate = b->skip_prefill ? 0 : r->batch * b->prompt / r->prefill_s;
+        r->decode_rate = r->batch * b->gen / r->decode_s;
+        double step_s = r->decode_s / b->gen;
+        r->step_bytes = bytes_of_step(b, i, p);
+        r->sums = sums_of_step(b, i);
+        if (b->read_bandwidth > 0) r->floor_share = r->step_bytes / b->read_bandwidth / step_s;
+        r->gmacs = (double)bg_macs_per_token(&m->desc) * r->batch / step_s * 1e-9;
+    }
+    return st;
+}
+
 bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, bg_error *err)
 {
     *b = (bg_bench){.prompt = (int)job->bench_prompt,
                     .gen = (int)job->bench_tokens,
-                    .weight_bytes = m->desc.weight_bytes};
+                    .weight_bytes = m->desc.weight_bytes,
+                    .rank_of = (int)job->rank_of,
+                    .all_reduce_us = job->all_reduce_us,
+                    .skip_prefill = job->skip_prefill};
+    enum { SKIPPED_TOKENS = 256 }; /* of a step, where there are no prompts */
     int max_batch;
     bg_status st = parse_batches(b, job, &max_batch, err);
     bg_memory_plan p = {0};
     bg_job sized = *job; /* shallow: only numbers are changed */
     sized.max_num_seqs = max_batch > job->max_num_seqs ? max_batch : job->max_num_seqs;
     sized.max_model_len = b->prompt + b->gen + 2;
+    if (b->skip_prefill && !job->max_num_batched_tokens)
+        sized.max_num_batched_tokens = SKIPPED_TOKENS;
     if (!st) st = bg_plan_memory(&p, &sized, m, err);
-    if (!st && job->tune_out && !job->tune)
-        st = bg_fail(err, BG_ARG, "--tune-out: only with --tune");
-    if (!st && job->tune && p.tp > 1)
-        st = bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1)");
-    if (st) return st;
-    b->read_bandwidth = read_bandwidth(p.threads_per_rank * p.tp);
-    st = p.tp == 1 ? run_here(b, job, m, &p, max_batch, err) : run_ranks(b, &sized, m, &p, err);
-    for (int i = 0; !st && i < b->n_rows; i++) {
-        bg_bench_row *r = &b->rows[i];
-        r->prefill_rate = r->batch * b->prompt / r->prefill_s;
-        r->decode_rate = r->batch * b->gen / r->decode_s;
-        double step_s = r->decode_s / b->gen;
-        double kv = (double)p.kv_bytes_per_token * r->batch * (b->prompt + b->gen / 2.0);
-        if (b->read_bandwidth > 0)
-            r->floor_share = ((double)b->weight_bytes + kv) / b->read_bandwidth / step_s;
-        r->gmacs = (double)bg_macs_per_token(&m->desc) * r->batch / step_s * 1e-9;
-    }
-    return st;
+    return st ? st : run_planned(b, job, &sized, m, &p, err);
 }
 
 void bg_bench_release(bg_bench *b)

@@ -12,6 +12,9 @@ typedef struct bg_bench_row {
     double prefill_rate, decode_rate; /* tokens/s */
     double floor_share; /* decode: time to read weights and KV once, over the step's time */
     double gmacs;       /* decode: multiply-adds of the weights, 1e9/s */
+    double step_bytes;  /* decode: that linears, experts and attention move in a step; 0: unknown */
+    int sums;           /* decode: all-reduces of a step */
+    bool too_big;       /* no memory for its keys and values: nothing was measured */
 } bg_bench_row;
 
 typedef struct bg_bench {
@@ -19,7 +22,10 @@ typedef struct bg_bench {
     bg_bench_row rows[BG_BENCH_MAX];
     double read_bandwidth; /* bytes/s, measured in the same run: all threads together; a GPU's
                               copies */
-    uint64_t weight_bytes, memory;
+    uint64_t weight_bytes, memory; /* weights: as the file has them; with rank_of that rank's */
+    int rank_of;                   /* 0: all ranks were run */
+    double all_reduce_us;          /* the stand-in's, with rank_of */
+    bool skip_prefill;
     /* One rank: separate, timed runs. Prefill of the last row's batch; of each row one decode step,
      * as the mean of several. */
     bg_profile prefill, decode[BG_BENCH_MAX];

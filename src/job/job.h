@@ -83,6 +83,9 @@ typedef struct bg_job {
     /* other commands */
     bg_strings batch;
     int64_t bench_prompt, bench_tokens;
+    int64_t rank_of;      /* bench: this process is rank 0 of so many; 0: no */
+    double all_reduce_us; /* then: a stand-in's */
+    bool skip_prefill;
     bool profile, tune;
     char *tune_out, *tune_table;
     bool special, ids, bos;

@@ -201,3 +201,24 @@ Test(shm, refuses_nonsense)
     err = (bg_error){0};
     cr_expect_eq(bg_comm_shm_join(&c, (char *)memory + 4, 0, 2, 16, &err), BG_ARG);
 }
+
+/* One rank of four by itself: values stay, a gather has them four times, nobody is waited for. */
+Test(shm, stand_in)
+{
+    bg_error err = {0};
+    bg_comm *c = NULL;
+    float x[5] = {1, 2, 3, 4, 5}, all[20];
+    cr_assert_eq(bg_comm_standin_new(&c, 4, 4, 0, &err), BG_ARG);
+    cr_assert_null(c);
+    err = (bg_error){0};
+    cr_assert_eq(bg_comm_standin_new(&c, 2, 4, 1000, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_comm_rank(c), 2);
+    cr_assert_eq(bg_comm_size(c), 4);
+    cr_assert_eq(bg_comm_standin_ns(c), 1000);
+    cr_assert_eq(bg_comm_all_reduce(c, x, 5, &err), BG_OK);
+    cr_assert_eq(bg_comm_all_gather(c, x, 5, all, &err), BG_OK);
+    cr_assert_eq(bg_comm_barrier(c, &err), BG_OK);
+    for (int i = 0; i < 20; i++)
+        cr_assert_eq(all[i], (float)(i % 5 + 1));
+    bg_comm_free(c);
+}

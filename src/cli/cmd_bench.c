@@ -95,21 +95,35 @@ static bg_status write_tune(const char *path, const bg_tune *t, bg_error *err)
 /* bytes/s of an H200, as copies reach them: what floors of memory are measured by here. */
 static const double H200_BYTES = 4.3e12;
 
-/* One rank of several. floor_ms: its bytes at H200_BYTES; sums_ms: what the stand-ins take. */
+/* Rank 0 of several. floor_ms: its bytes at H200_BYTES; sums_ms: what the stand-ins take, or, of
+ * ranks that are there, what sums took in the profile. */
 typedef struct alone {
     double step_ms, sums_ms, floor_ms, ratio, ratio_with_sums;
 } alone;
 
 static alone alone_of(const bg_bench *b, const bg_bench_row *r)
 {
+    const bg_profile *p = &b->decode[r - b->rows];
+    double sums_ms = r->sums * b->all_reduce_us * 1e-3;
+    if (!b->rank_of) {
+        sums_ms = 0;
+        for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++)
+            if (bg_op_kind_group(k) == BG_OPS_COLLECTIVES) sums_ms += (double)p->ns[k] * 1e-6;
+    }
     alone a = {.step_ms = r->decode_s / b->gen * 1e3,
-               .sums_ms = r->sums * b->all_reduce_us * 1e-3,
+               .sums_ms = sums_ms,
                .floor_ms = r->step_bytes / H200_BYTES * 1e3};
     if (a.floor_ms > 0) {
         a.ratio = (a.step_ms - a.sums_ms) / a.floor_ms;
         a.ratio_with_sums = a.step_ms / (a.floor_ms + a.sums_ms);
     }
     return a;
+}
+
+/* Whether a rank's own figures are worth showing. */
+static bool by_rank(const bg_bench *b)
+{
+    return b->rank_of || (b->tp > 1 && b->gpu);
 }
 
 static json_t *alone_json(const bg_bench *b, const bg_bench_row *r)
@@ -129,17 +143,18 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
         const bg_bench_row *r = &b->rows[i];
         if (r->too_big) continue;
         json_t *ops = json_object();
-        for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++)
+        for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++)
             json_object_set_new(ops, bg_op_kind_name(k),
                                 json_real((double)b->decode[i].ns[k] * 1e-6));
         json_t *row =
             json_pack("{si sf sf sf sf so}", "batch", r->batch, "prefill_tokens_per_second",
                       r->prefill_rate, "decode_tokens_per_second", r->decode_rate, "floor_share",
                       r->floor_share, "gmacs", r->gmacs, "decode_ms_by_op", ops);
-        if (profile && b->has_ops)
+        if (profile)
             json_object_set_new(row, "decode_profile",
                                 profile_json(&b->decode[i], &b->roofs, r->decode_s / b->gen));
-        if (b->rank_of) json_object_set_new(row, "rank_alone", alone_json(b, r));
+        if (by_rank(b))
+            json_object_set_new(row, b->rank_of ? "rank_alone" : "rank_0", alone_json(b, r));
         json_array_append_new(rows, row);
     }
     json_t *o = json_pack("{ss si si sf sf sI sI so}", "model", m->name, "prompt_tokens", b->prompt,
@@ -160,7 +175,7 @@ static int print_json(const bg_bench *b, const bg_text_model *m, bool profile)
                                       "all_reduce_us", b->all_reduce_us, "bytes_per_second",
                                       H200_BYTES, "skip_prefill", b->skip_prefill));
     if (b->tune.n) json_object_set_new(o, "tune", tune_json(&b->tune));
-    if (profile && b->has_ops) {
+    if (profile) {
         const bg_bench_row *last = &b->rows[b->n_rows - 1];
         json_object_set_new(o, "roofs",
                             json_pack("{sf sf}", "bytes_per_second", b->roofs.bytes,
@@ -241,14 +256,19 @@ static void print_alone(const bg_bench *b)
     int sums = 0;
     for (int i = 0; i < b->n_rows; i++)
         if (b->rows[i].sums > sums) sums = b->rows[i].sums;
-    printf("rank 0 of %d, alone on its device; all-reduce stand-in %.1f us x %d\n", b->rank_of,
-           b->all_reduce_us, sums);
-    printf("That is an assumption (--all-reduce-us): nothing is sent, sums leave values as they "
-           "are, and this rank's logits stand for all.\n%sFloor: what linears, experts and "
-           "attention must move in a step, at %.2f TB/s. Rates are those of all %d ranks.\n\n",
-           b->skip_prefill ? "Nothing was prefilled: keys and values of the context are zeros.\n"
-                           : "",
-           H200_BYTES * 1e-12, b->rank_of);
+    if (b->rank_of)
+        printf("rank 0 of %d, alone on its device; all-reduce stand-in %.1f us x %d\n"
+               "That is an assumption (--all-reduce-us): nothing is sent, sums leave values as "
+               "they are, and this rank's logits stand for all.\n",
+               b->rank_of, b->all_reduce_us, sums);
+    else
+        printf("rank 0 of %d; %d all-reduces a step, timed op by op (that is, with waiting for "
+               "the others)\n",
+               b->tp, sums);
+    if (b->skip_prefill) puts("Nothing was prefilled: keys and values of the context are zeros.");
+    printf("Floor: what linears, experts and attention of a rank must move in a step, at %.2f "
+           "TB/s. Rates are those of all %d ranks.\n\n",
+           H200_BYTES * 1e-12, b->rank_of ? b->rank_of : b->tp);
     puts(" batch  context    ms/step  of it sums         GB   floor ms  step - sums  step to floor"
          "   tok/s\n"
          "                                                                to floor      and sums");
@@ -283,18 +303,21 @@ static void print_text(const bg_bench *b, const bg_text_model *m, bool profile)
 {
     char w[32], mem[32];
     bg_format_bytes(b->weight_bytes, w, sizeof w);
+    char most[48] = "";
+    if (b->tp > 1) {
+        bg_format_bytes(b->rank_memory, mem, sizeof mem);
+        snprintf(most, sizeof most, " (%s by one rank)", mem);
+    }
     bg_format_bytes(b->memory, mem, sizeof mem);
-    printf("%s: %s of weights, %s held; prompts of %d tokens, %d decoded; memory reads %.1f GB/s\n",
-           m->name, w, mem, b->prompt, b->gen, b->read_bandwidth * 1e-9);
+    printf(
+        "%s: %s of weights, %s held%s; prompts of %d tokens, %d decoded; memory reads %.1f GB/s\n",
+        m->name, w, mem, most, b->prompt, b->gen, b->read_bandwidth * 1e-9);
     char load[160];
     bg_load_times_text(&b->load, load, sizeof load);
     printf("ready after %.2f s%s%s\n\n", b->start_s, *load ? "; weights: " : "", load);
     if (b->tune.n) print_tune(&b->tune);
-    if (b->rank_of)
-        print_alone(b);
-    else
-        print_rates(b);
-    if (!b->has_ops) return;
+    if (by_rank(b)) print_alone(b);
+    if (!b->rank_of) print_rates(b);
     char what[96];
     const bg_bench_row *last = &b->rows[b->n_rows - 1];
     if (profile)

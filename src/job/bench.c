@@ -1,18 +1,22 @@
 #include "job/bench.h"
 
+#include <errno.h>
 #include <math.h>
 #include <pthread.h>
-#include <stdatomic.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "backend/device.h"
 #include "base/clock.h"
 #include "base/rng.h"
 #include "comm/comm.h"
 
-enum { PROBE_BYTES = 256 << 20, PROBE_RUNS = 3, MAX_THREADS = 256 };
+enum { PROBE_BYTES = 256 << 20, PROBE_RUNS = 3, MAX_THREADS = 256, COMM_FLOATS = 1 << 18 };
 
 /* ---- the floor: how fast this machine reads memory now
  * ------------------------------------------- */
@@ -61,11 +65,10 @@ static double read_bandwidth(int threads)
     return best;
 }
 
-/* ---- one rank, in this process
+/* ---- one rank
  * ---------------------------------------------------------------------- */
 
 typedef struct rank {
-    bg_comm *comm; /* a stand-in, with --rank-of */
     bg_backend *b;
     bg_model *m;
     bool skip_prefill;
@@ -165,7 +168,6 @@ static void rank_close(rank *r)
 {
     bg_model_free(r->m);
     bg_backend_free(r->b);
-    bg_comm_free(r->comm);
     free(r->blocks);
     free(r->tokens);
     free(r->seqs);
@@ -182,9 +184,10 @@ static bg_status tune(bg_bench *b, rank *r, bg_error *err)
 }
 
 static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_text_model *m,
-                           const bg_memory_plan *p, int max_batch, bg_error *err)
+                           const bg_memory_plan *p, bg_comm *comm, int max_batch, bg_error *err)
 {
     int len = b->prompt + b->gen + 1;
+    const int number = comm ? bg_comm_rank(comm) : 0;
     *r = (rank){.skip_prefill = b->skip_prefill,
                 .block_tokens = p->block_tokens,
                 .max_step = p->max_step_tokens,
@@ -199,18 +202,14 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
         return bg_fail(err, BG_NOMEM, "out of memory");
     for (size_t i = 0; i < n_blocks; i++)
         r->blocks[i] = (int32_t)i + 1;
-    bg_status st = BG_OK;
-    if (b->rank_of)
-        st = bg_comm_standin_new(&r->comm, 0, b->rank_of, (int64_t)(b->all_reduce_us * 1e3), err);
-    if (st) return st;
     const bg_backend_config bc = {.compute = (bg_compute)job->compute,
                                   .n_threads = p->threads_per_rank,
-                                  .first_cpu = job->pin_threads ? 0 : -1,
+                                  .first_cpu = job->pin_threads ? number * p->threads_per_rank : -1,
                                   .check = job->check_ops,
                                   .eager = job->eager,
                                   .dummy = job->load_format == BG_LOAD_DUMMY,
                                   .fast_math = job->fast_math,
-                                  .comm = r->comm,
+                                  .comm = comm,
                                   .max_tokens = p->max_step_tokens,
                                   .max_seqs = max_batch,
                                   .max_out = max_batch,
@@ -218,12 +217,13 @@ static bg_status rank_open(rank *r, bg_bench *b, const bg_job *job, const bg_tex
                                   .tune_table = job->tune_table,
                                   .vocab_size = m->desc.vocab_size,
                                   .isa = job->isa};
-    const bg_model_config mc = {.tp = b->rank_of ? b->rank_of : 1,
+    const bg_model_config mc = {.rank = number,
+                                .tp = comm ? bg_comm_size(comm) : 1,
                                 .n_blocks = (int)n_blocks + 1,
                                 .block_tokens = p->block_tokens,
                                 .cache_type = p->cache_type,
                                 .backend = &bc};
-    st = bg_backend_new(&r->b, p->gpu - 1, &bc, err);
+    bg_status st = bg_backend_new(&r->b, p->gpus[number] - 1, &bc, err);
     if (!st) st = bg_model_load(&r->m, m->gguf, &m->desc, r->b, &mc, err);
     if (!st && job->tune) st = tune(b, r, err);
     return st ? st : bg_model_prepare(r->m, err);
@@ -279,104 +279,123 @@ static bg_status measure(bg_bench *b, rank *r, int i, bool whole, bg_error *err)
     return st;
 }
 
-static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m,
-                          const bg_memory_plan *p, int max_batch, bg_error *err)
+static bg_status run_rank(bg_bench *b, const bg_job *job, const bg_text_model *m,
+                          const bg_memory_plan *p, bg_comm *comm, int max_batch, bg_error *err)
 {
     rank r;
     const int64_t begin = bg_now_ns();
-    bg_status st = rank_open(&r, b, job, m, p, max_batch, err);
+    bg_status st = rank_open(&r, b, job, m, p, comm, max_batch, err);
     b->start_s = (double)(bg_now_ns() - begin) * 1e-9 - b->tune.seconds;
     if (!st) b->load = *bg_model_load_times(r.m);
-    b->has_ops = true;
     b->roofs.bytes = b->read_bandwidth;
     if (!st && r.b && r.b->ops->roofs) {
         r.b->ops->roofs(r.b, &b->roofs);
         b->read_bandwidth = b->roofs.bytes;
     }
     for (int i = 0; !st && r.b && i < b->n_rows; i++)
-        if (!b->rows[i].too_big) st = measure(b, &r, i, job->profile, err);
-    if (r.b) b->memory = r.b->ops->memory(r.b);
+        if (!b->rows[i].too_big) st = measure(b, &r, i, job->profile || b->rank_of, err);
+    if (r.b) b->memory = b->rank_memory = r.b->ops->memory(r.b);
     rank_close(&r);
     return st;
 }
 
-/* ---- several ranks: through the engine
- * ------------------------------------------------------------------ */
-
-typedef struct sink {
-    atomic_int first; /* sequences that have their first token */
-    _Atomic int64_t first_ns;
-    int batch;
-} sink;
-
-static void on_events(void *ctx, const bg_token_event *ev, int n)
+static bg_status run_here(bg_bench *b, const bg_job *job, const bg_text_model *m,
+                          const bg_memory_plan *p, int max_batch, bg_error *err)
 {
-    sink *s = ctx;
-    for (int i = 0; i < n; i++) {
-        int *seen = ev[i].user;
-        if (!ev[i].has_token || *seen) continue;
-        *seen = 1;
-        if (atomic_fetch_add(&s->first, 1) + 1 == s->batch) atomic_store(&s->first_ns, bg_now_ns());
-    }
+    bg_comm *standin = NULL;
+    bg_status st = BG_OK;
+    if (b->rank_of)
+        st = bg_comm_standin_new(&standin, 0, b->rank_of, (int64_t)(b->all_reduce_us * 1e3), err);
+    if (!st) st = run_rank(b, job, m, p, standin, max_batch, err);
+    bg_comm_free(standin);
+    return st;
 }
 
-static bg_status submit_batch(bg_bench *b, bg_bench_row *row, bg_engine *e, sink *s, int vocab,
-                              bg_error *err)
+/* ---- several ranks: processes that do the same, step by step
+ * ------------------------------------------------------------------ */
+
+typedef struct shared { /* between them and this process */
+    bg_bench bench;     /* rank 0's */
+    uint64_t memory[BG_MAX_RANKS];
+    bg_error err[BG_MAX_RANKS];
+    _Alignas(64) char comm[];
+} shared;
+
+static bg_status rank_process(shared *s, const bg_bench *plan, const bg_job *job,
+                              const bg_text_model *m, const bg_memory_plan *p, int max_batch,
+                              int number)
 {
-    int n = row->batch;
-    int32_t *tokens = calloc((size_t)b->prompt, sizeof *tokens);
-    int *seen = calloc((size_t)n, sizeof *seen);
-    bg_status st = tokens && seen ? BG_OK : bg_fail(err, BG_NOMEM, "out of memory");
-    s->batch = n;
-    atomic_store(&s->first, 0);
-    int64_t t0 = bg_now_ns();
-    for (int k = 0; !st && tokens && seen && k < n; k++) {
-        for (int i = 0; i < b->prompt; i++)
-            tokens[i] = some_token(k * b->prompt + i, vocab);
-        const bg_seq_spec spec = {
-            .user = &seen[k],
-            .order = k,
-            .prompt = tokens,
-            .n_prompt = b->prompt,
-            .max_tokens = b->gen + 1,
-            .ignore_eos = true,
-            .sampling = {.top_p = 1, .repetition_penalty = 1, .n_logprobs = -1}};
-        uint64_t seq;
-        st = bg_engine_submit(e, &spec, &seq, err);
+    bg_comm *comm = NULL;
+    bg_bench b = *plan;
+    bg_error err = {0};
+    bg_status st = bg_comm_shm_join(&comm, s->comm, number, p->tp, COMM_FLOATS, &err);
+    if (!st) st = run_rank(&b, job, m, p, comm, max_batch, &err);
+    if (!st) st = bg_comm_barrier(comm, &err); /* nobody takes its memory from the others */
+    s->memory[number] = b.memory;
+    s->err[number] = err;
+    if (number == 0) s->bench = b;
+    return st;
+}
+
+/* The first failure ends the others, which would wait for that rank for ever. */
+static bg_status wait_for_all(const shared *s, pid_t *pids, int n, bg_error *err)
+{
+    bg_status st = BG_OK;
+    for (int left = n; left > 0;) {
+        int status = 0;
+        const pid_t pid = waitpid(-1, &status, 0);
+        if (pid < 0 && errno == EINTR) continue;
+        if (pid < 0) return st ? st : bg_fail_os(err, "waiting for the ranks");
+        for (int r = 0; r < n; r++) {
+            if (pids[r] != pid) continue;
+            pids[r] = 0;
+            left--;
+            if (st || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
+            if (WIFEXITED(status) && s->err[r].status) {
+                *err = s->err[r];
+                st = err->status;
+                bg_wrap(err, "rank %d", r);
+            } else {
+                st = bg_fail(err, BG_DEVICE, "rank %d ended with status %d", r, status);
+            }
+            for (int o = 0; o < n; o++)
+                if (pids[o] > 0) kill(pids[o], SIGKILL);
+        }
     }
-    if (!st) st = bg_engine_drain(e, err);
-    int64_t first = atomic_load(&s->first_ns);
-    row->prefill_s = (double)(first - t0) * 1e-9;
-    row->decode_s = (double)(bg_now_ns() - first) * 1e-9;
-    free(tokens);
-    free(seen);
     return st;
 }
 
 static bg_status run_ranks(bg_bench *b, const bg_job *job, const bg_text_model *m,
-                           const bg_memory_plan *p, bg_error *err)
+                           const bg_memory_plan *p, int max_batch, bg_error *err)
 {
-    bg_rank_config rc;
-    bg_rank_config_fill(&rc, job, p, 0);
-    bg_ranks *ranks = NULL;
-    bg_engine *e = NULL;
-    sink s = {0};
-    bg_status st = bg_ranks_start(&ranks, &rc, &bg_rank_ops_model, NULL, err);
-    if (!st) st = bg_ranks_wait_ready(ranks, NULL, NULL, NULL, err);
-    int64_t start_ns = 0;
-    if (!st) bg_ranks_load_times(ranks, 0, &b->load, &start_ns);
-    b->start_s = (double)start_ns * 1e-9;
-    const bg_engine_config ec = {.window = 4096,
-                                 .max_batched_tokens = p->max_batched_tokens,
-                                 .max_restarts = 1,
-                                 .on_events = on_events,
-                                 .ctx = &s};
-    if (!st) st = bg_engine_new(&e, ranks, &ec, err);
-    for (int i = 0; !st && i < b->n_rows; i++)
-        st = submit_batch(b, &b->rows[i], e, &s, m->desc.vocab_size, err);
-    if (!st) b->memory = bg_ranks_memory(ranks);
-    bg_engine_free(e);
-    bg_ranks_stop(ranks);
+    const size_t bytes = sizeof(shared) + bg_comm_shm_bytes(p->tp, COMM_FLOATS);
+    pid_t pids[BG_MAX_RANKS] = {0};
+    bg_status st = BG_OK;
+    int n = 0;
+    shared *s = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (s == MAP_FAILED) return bg_fail(err, BG_NOMEM, "out of memory");
+    const pid_t parent = getpid();
+    for (; !st && n < p->tp; n++) {
+        pids[n] = fork();
+        if (pids[n] == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) _exit(1);
+            _exit(rank_process(s, b, job, m, p, max_batch, n) ? 1 : 0);
+        }
+        if (pids[n] < 0) st = bg_fail_os(err, "cannot fork");
+    }
+    for (int r = 0; st && r < n; r++)
+        if (pids[r] > 0) kill(pids[r], SIGKILL);
+    const bg_status ended = wait_for_all(s, pids, st ? n - 1 : n, err);
+    if (!st) st = ended;
+    if (!st) {
+        *b = s->bench;
+        for (int r = 1; r < p->tp; r++) {
+            b->memory += s->memory[r];
+            if (s->memory[r] > b->rank_memory) b->rank_memory = s->memory[r];
+        }
+    }
+    munmap(s, bytes);
     return st;
 }
 
@@ -416,10 +435,10 @@ static bg_status check_options(const bg_job *job, const bg_memory_plan *p, bg_er
     if (job->rank_of && job->tp > 1)
         return bg_fail(err, BG_ARG, "--rank-of %lld: it is one rank, not --tp %lld as well",
                        (long long)job->rank_of, (long long)job->tp);
-    if (job->skip_prefill && (job->load_format != BG_LOAD_DUMMY || p->tp > 1))
+    if (job->skip_prefill && job->load_format != BG_LOAD_DUMMY)
         return bg_fail(err, BG_ARG,
-                       "--skip-prefill: only with --load-format dummy, in one process (--tp 1): "
-                       "what real weights make of a context that nobody computed is not a number");
+                       "--skip-prefill: only with --load-format dummy: what real weights make of a "
+                       "context that nobody computed need not be numbers");
     return BG_OK;
 }
 
@@ -431,7 +450,7 @@ static bg_status leave_out(bg_bench *b, const bg_memory_plan *p, int *max_batch,
     *max_batch = 0;
     for (int i = 0; i < b->n_rows; i++) {
         bg_bench_row *r = &b->rows[i];
-        r->too_big = p->gpu && p->tp == 1 && per_seq * r->batch + 1 > p->n_blocks;
+        r->too_big = p->gpu && per_seq * r->batch + 1 > p->n_blocks;
         if (!r->too_big && r->batch > *max_batch) *max_batch = r->batch;
     }
     if (*max_batch) return BG_OK;
@@ -440,30 +459,31 @@ static bg_status leave_out(bg_bench *b, const bg_memory_plan *p, int *max_batch,
                    (int)((p->n_blocks - 1) / per_seq), (long long)len);
 }
 
-/* What a step reads once: as its profile says, which knows how many experts are chosen; else all
- * weights, and keys and values. */
+/* What a step of this rank reads once: as its profile says, which knows how many experts are
+ * chosen; else all weights, and keys and values. */
 static double bytes_of_step(const bg_bench *b, int i, const bg_memory_plan *p)
 {
     const bg_bench_row *r = &b->rows[i];
     double bytes = 0;
-    for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++) {
+    for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++) {
         const bg_op_group g = bg_op_kind_group(k);
         if (g == BG_OPS_GEMM || g == BG_OPS_ATTENTION) bytes += b->decode[i].cost[k].bytes;
     }
     const double kv = (double)p->kv_bytes_per_token * r->batch * (b->prompt + b->gen / 2.0);
+    if (!p->gpu) bytes *= p->tp; /* ranks share what memory brings */
     return bytes > 0 ? bytes : (double)b->weight_bytes + kv;
 }
 
 static int sums_of_step(const bg_bench *b, int i)
 {
     int64_t n = 0;
-    for (int k = 0; b->has_ops && k < BG_OP_KINDS && bg_op_kind_name(k); k++)
+    for (int k = 0; k < BG_OP_KINDS && bg_op_kind_name(k); k++)
         if (bg_op_kind_group(k) == BG_OPS_COLLECTIVES) n += b->decode[i].calls[k];
     return (int)n;
 }
 
-static bg_status run_planned(bg_bench *b, const bg_job *job, const bg_job *sized,
-                             const bg_text_model *m, const bg_memory_plan *p, bg_error *err)
+static bg_status run_planned(bg_bench *b, const bg_job *job, const bg_text_model *m,
+                             const bg_memory_plan *p, bg_error *err)
 {
     int max_batch;
     bg_shard shard;
@@ -471,9 +491,12 @@ static bg_status run_planned(bg_bench *b, const bg_job *job, const bg_job *sized
     if (!st) st = leave_out(b, p, &max_batch, err);
     if (!st && b->rank_of) st = bg_shard_plan(&shard, &m->desc, m->gguf, 0, b->rank_of, err);
     if (st) return st;
+    b->tp = p->tp;
+    b->gpu = p->gpu != 0;
     if (b->rank_of) b->weight_bytes = shard.weight_bytes;
     b->read_bandwidth = read_bandwidth(p->threads_per_rank * p->tp);
-    st = p->tp == 1 ? run_here(b, job, m, p, max_batch, err) : run_ranks(b, sized, m, p, err);
+    st = p->tp == 1 ? run_here(b, job, m, p, max_batch, err)
+                    : run_ranks(b, job, m, p, max_batch, err);
     for (int i = 0; !st && i < b->n_rows; i++) {
         bg_bench_row *r = &b->rows[i];
         if (r->too_big) continue;
@@ -506,7 +529,7 @@ bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, b
     if (b->skip_prefill && !job->max_num_batched_tokens)
         sized.max_num_batched_tokens = SKIPPED_TOKENS;
     if (!st) st = bg_plan_memory(&p, &sized, m, err);
-    return st ? st : run_planned(b, job, &sized, m, &p, err);
+    return st ? st : run_planned(b, job, m, &p, err);
 }
 
 void bg_bench_release(bg_bench *b)

@@ -23,20 +23,23 @@ typedef struct bg_bench {
     double read_bandwidth; /* bytes/s, measured in the same run: all threads together; a GPU's
                               copies */
     uint64_t weight_bytes, memory; /* weights: as the file has them; with rank_of that rank's */
+    uint64_t rank_memory;          /* of the fullest rank */
     int rank_of;                   /* 0: all ranks were run */
-    double all_reduce_us;          /* the stand-in's, with rank_of */
+    int tp;
+    bool gpu;
+    double all_reduce_us; /* the stand-in's, with rank_of */
     bool skip_prefill;
-    /* One rank: separate, timed runs. Prefill of the last row's batch; of each row one decode step,
+    /* Rank 0's separate, timed runs. Prefill of the last row's batch; of each row one decode step,
      * as the mean of several. */
     bg_profile prefill, decode[BG_BENCH_MAX];
-    bg_cost roofs; /* per second; flops 0: not known */
-    bool has_ops;
+    bg_cost roofs;      /* per second; flops 0: not known */
     bg_load_times load; /* of rank 0 */
     double start_s;     /* until it was ready */
     bg_tune tune;       /* with --tune */
 } bg_bench;
 
-/* Measures; one rank in this process, or several as a job would run them. */
+/* Measures; one rank in this process, or several in processes of their own, before this one has
+ * threads. */
 bg_status bg_bench_run(bg_bench *b, const bg_job *job, const bg_text_model *m, bg_error *err);
 void bg_bench_release(bg_bench *b); /* also after a failure */
 

@@ -172,12 +172,104 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
 /* ---- moe.cu, experts.cu: mixture of experts ------------------------------------------------------
- * One piece of work of the grouped products: consecutive rows of one expert. */
+ */
+enum { BGK_MAX_EXPERTS = 512, BGK_MAX_USED = 32, BGK_DIRECT = 8 };
+
+typedef enum bgk_gating { BGK_GATE_SOFTMAX, BGK_GATE_SIGMOID, BGK_GATE_CHOSEN } bgk_gating;
+typedef struct bgk_router { /* as bg_router_spec (backend/ops.h) says */
+    int n_experts, n_used;
+    bgk_gating gating;
+    const float *bias, *choice_bias; /* on the device; NULL: none */
+    int n_groups, n_groups_used;     /* n_groups <= 1: none */
+    bool renormalise, shared_gate;
+    float scale;
+} bgk_router;
+/* route[t] = n_used experts, best first, their weights, and the weight of what else is added:
+ * sigmoid of the last product with shared_gate, or 1. Product i (of n = n_experts, one more with
+ * shared_gate) is the sum of parts[t, p n + i] over p < n_parts, in order. n_experts <=
+ * BGK_MAX_EXPERTS, n_used <= BGK_MAX_USED. A row with NaN gets experts too, and NaN as weights. */
+cudaError_t bgk_route(float *route, int64_t route_cols, const float *parts, int64_t parts_cols,
+                      int n_parts, const bgk_router *r, int tokens, cudaStream_t stream);
+
+/* One piece of work of the grouped products: consecutive rows of one expert. */
 typedef struct bgk_moe_item {
     int32_t expert; /* 0 .. 65535; bit 16: its rows are in h, in the order of tokens */
     int32_t x_row;  /* the first, in h or among the gathered rows */
     int32_t out_row, n;
 } bgk_moe_item;
+
+/* Who works on what. Result rows: of each of the n_shared experts (numbers n_experts and on) all
+ * tokens, then of each expert the tokens that chose it, ascending; an expert's begin at multiples
+ * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h. */
+typedef struct bgk_moe {
+    int n_experts, n_used, n_shared, tokens;
+    int n; /* tokens in an item: 8, 32, 64 or 128; BGK_DIRECT tokens and fewer: 8 */
+    const float *route;
+    int64_t route_cols;
+    int32_t *pos;         /* [tokens, n_used] result row of each token and choice */
+    bgk_moe_item *items;  /* 16-byte aligned, room for bgk_moe_items() */
+    int32_t *n_items;     /* how many there are */
+    int32_t *counts;      /* scratch, bgk_moe_counts() values */
+} bgk_moe;
+static inline int64_t bgk_moe_shared_rows(const bgk_moe *m)
+{
+    return (int64_t)m->n_shared * ((m->tokens + 7) / 8 * 8);
+}
+/* At most so many result rows, gathered rows (numbers 0 and on: result rows behind the shared
+ * experts'), and items. */
+static inline int64_t bgk_moe_gathered(const bgk_moe *m)
+{
+    const int64_t all = (int64_t)m->tokens * m->n_used,
+                  busy = all < m->n_experts ? all : m->n_experts;
+    return m->tokens <= BGK_DIRECT ? 8 * busy : all + 7 * busy;
+}
+static inline int64_t bgk_moe_rows(const bgk_moe *m)
+{
+    return bgk_moe_shared_rows(m) + bgk_moe_gathered(m);
+}
+static inline int64_t bgk_moe_items(const bgk_moe *m)
+{
+    const int64_t all = (int64_t)m->tokens * m->n_used,
+                  busy = all < m->n_experts ? all : m->n_experts;
+    return (int64_t)m->n_shared * ((m->tokens + m->n - 1) / m->n) + busy + all / m->n;
+}
+static inline int64_t bgk_moe_counts(const bgk_moe *m)
+{
+    return (int64_t)((m->tokens + 1023) / 1024) * m->n_experts;
+}
+cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream);
+/* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES; nothing to do up to
+ * BGK_DIRECT tokens. */
+cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m, int groups,
+                           cudaStream_t stream);
+/* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, tables hold those of all
+ * one after another; no x_chunk0. The first product reads h and x, as items say; the second
+ * (h NULL) reads x by result rows. Both may read n - 1 rows past the last, and write none. list_done:
+ * the list was there before the kernel before this one let others start. out: BGK_TILES with n_ff,
+ * else BGK_ROWS. */
+cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_out *h,
+                           const bgk_out *x, const bgk_moe *m, bgk_act fn, bool list_done,
+                           cudaStream_t stream);
+/* out[t, c] = sum over j, in order, of route[t]'s weight j times rows[pos[t, j], c], + the shared
+ * experts' rows in order, + route's last weight times add[t, c] (NULL: nothing). out == add is
+ * allowed; rows NULL: no experts. */
+cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const float *rows, int64_t rows_cols,
+                            const float *add, int64_t add_cols, const bgk_moe *m, int cols,
+                            cudaStream_t stream);
+
+/* The plain form: weights [n_experts + n_shared, 2 n_ff, k_padded] (gate, up) and [.., cols,
+ * ff_padded] of type F32 or F16, biases [.., 2 n_ff] and [.., cols] or NULL; x float32 [tokens, k].
+ * act: scratch, tokens * (n_used + n_shared) * n_ff floats. */
+typedef struct bgk_plain_experts {
+    const void *gate_up, *down;
+    bgk_type type;
+    const float *bias, *down_bias;
+    int k, k_padded, n_ff, ff_padded, cols;
+    bgk_act fn;
+} bgk_plain_experts;
+cudaError_t bgk_moe_plain(float *out, int64_t out_cols, const bgk_plain_experts *e, const float *x,
+                          int64_t x_cols, const float *add, int64_t add_cols, const bgk_moe *m,
+                          float *act, cudaStream_t stream);
 
 /* ---- repack.cu -------------------------------------------------------------------------------
  * GGUF types that are read on the GPU, by their ids there. */
@@ -245,6 +337,11 @@ typedef struct bgk_source { /* rows as the file has them, on the device */
  * 64 values a tile. */
 cudaError_t bgk_repack(void *chunks, float *row_scale, bgk_format format, const bgk_source *rows,
                        const bgk_source *up, int k, cudaStream_t stream);
+/* The same of a stack of matrices with `each` rows, one after another: each is filled up to whole
+ * tiles by itself. */
+cudaError_t bgk_repack_stack(void *chunks, float *row_scale, bgk_format format,
+                             const bgk_source *rows, const bgk_source *up, int each, int k,
+                             cudaStream_t stream);
 /* Rows to values: out [n_rows, k_padded] of type F32 or F16 (rounded), 0 from k on. */
 cudaError_t bgk_dequant(void *out, bgk_type type, const bgk_source *rows, int k, int64_t k_padded,
                         cudaStream_t stream);
@@ -334,6 +431,63 @@ cudaError_t bgk_attention_single(const bgk_out *out, const bgk_att *a, const bgk
                                  void *parts, size_t parts_bytes, int n_sms, cudaStream_t stream);
 cudaError_t bgk_attention_tiles(const bgk_out *out, const bgk_att *a, const bgk_item *items, int n,
                                 cudaStream_t stream);
+
+/* ---- mla*.cu, index.cu: multi-head latent attention, absorbed -----------------------------------
+ * The cache is a bgk_cache of one KV head without v: a token has k_dim values, [latent (v_dim) |
+ * rope key (k_dim - v_dim)]. How a KV block lies in memory depends on bgk_mla_fits(): mla.cuh.
+ * Q8 only where that is true: the latent in int8 with a scale, the rope key in halves. */
+bool bgk_mla_fits(const bgk_cache *cache); /* on tensor cores: 512 + 64, 8 or 16 bits, sm_90 */
+size_t bgk_mla_block_bytes(const bgk_cache *cache);
+
+typedef struct bgk_rotation { /* of n_rot values: pairs (i, i + n_rot/2) if neox, else (2i, 2i+1) */
+    const float *freq;        /* on the device, [n_rot / 2] */
+    int n_rot;
+    bool neox;
+    float mscale; /* times cos and sin */
+} bgk_rotation;
+
+/* in[t] = [q latent (q_rank) | kv latent | rope key]. qa = rms_norm(q latent) (NULL with q_rank 0);
+ * the cache gets rms_norm(kv latent) and the rotated rope key at pos[t]; pos < 0: not. in_cols and
+ * q_rank are multiples of 4. */
+cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
+                          const bgk_cache *cache, const bgk_rows *r, int layer, int q_rank,
+                          const float *q_norm, const float *kv_norm, float eps,
+                          const bgk_rotation *rope, cudaStream_t stream);
+
+typedef struct bgk_mla {
+    bgk_out q_lat; /* [rows, n_heads * v_dim] */
+    bgk_out q;     /* [rows, n_heads * (nope + n_rot)], the last n_rot of a head not rotated yet */
+    int layer, n_heads, nope;
+    float scale;
+    bgk_rotation rope;
+    bgk_cache cache;
+} bgk_mla;
+typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
+    const int32_t *list;      /* [rows, top_k] positions, ascending */
+    const int32_t *count;     /* [rows]; -1: all keys up to the row's position */
+    int top_k;
+} bgk_selected;
+
+/* out[t, h v_dim ..] = sum_j softmax_j(scale (q_lat_h . c_j + turned q_h . kr_j)) c_j. Any cache but
+ * Q8, where not bgk_mla_fits(); float32. */
+cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
+                          const bgk_selected *s, cudaStream_t stream);
+/* On tensor cores, where bgk_mla_fits(): q_lat BGK_HALF_ROWS, q BGK_TILES. Keys (those of the list)
+ * are taken 64 at a time into units of 256 from the first on, each with its own softmax; units are
+ * merged in their order. So all of these, however work is spread, give a row the same bits.
+ * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes, any
+ * contents): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on, n_heads * (v_dim + 2) floats each.
+ * _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one by one. Grids depend
+ * on n, r->rows and n_sms. */
+enum { BGK_MLA_UNIT = 256, BGK_MLA_TOKENS = 128 };
+cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
+                           const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,
+                           cudaStream_t stream);
+cudaError_t bgk_mla_tiles(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
+                          const bgk_item *items, int n, cudaStream_t stream);
+cudaError_t bgk_mla_selected(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
+                             const bgk_selected *s, void *parts, size_t parts_bytes, int n_sms,
+                             cudaStream_t stream);
 
 /* ---- sample.cu -------------------------------------------------------------------------------
  * A slot's bg_sampling (backend/ops.h), on the device. */

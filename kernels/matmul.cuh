@@ -731,6 +731,36 @@ cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
                         (size_t)PARTS * a.stages * a.stage_bytes + SUMS + 1024, stream, a);
 }
 
+/* One tile of rows a block, parts of K side by side. Every format in one kernel (MIXED), and
+ * halves, need more registers or memory: smaller stages, fewer blocks. */
+template <unsigned F, int N, int BLOCKS, bool GROUPED = false>
+cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
+{
+    constexpr bool MIXED = !single(F);
+    constexpr int SC = N > 16 || (F & 1u << BGK_W16) != 0 ? 2 : 4, ALONE_SC = N > 32 ? 2 : 4;
+    constexpr int TWO_SC = N == 32 && F < 1u << BGK_W8 ? 4 : SC;
+    constexpr int ALONE_BLOCKS = MIXED ? 2 : BLOCKS, TURN_BLOCKS = MIXED ? 1 : BLOCKS;
+    switch (a.splits) {
+    case 1:
+        return launch<F, N, 1, 1, ALONE_SC, ALONE_BLOCKS, 1, false, GROUPED>(a, w_bytes, stream);
+    case 2:
+        return launch<F, N, 1, 1, TWO_SC, 1, 2, false, GROUPED>(a, w_bytes, stream);
+    default:
+        if constexpr (N > 32 || F == ALL) /* too few registers for four warpgroups */
+            return launch<F, N, 1, 1, SC, TURN_BLOCKS, 1, true, GROUPED>(a, w_bytes, stream);
+        else
+            return launch<F, N, 1, 1, SC, 1, 4, false, GROUPED>(a, w_bytes, stream);
+    }
+}
+
+/* Parts of K in turn: as good as one part, where tokens keep the tensor cores busy. */
+template <unsigned F, int N, int WGS, int BLOCKS, bool GROUPED = false>
+cudaError_t launch_in_turn(const args &a, int w_bytes, cudaStream_t stream)
+{
+    if (a.splits > 1) return launch<F, N, WGS, 1, 2, BLOCKS, 1, true, GROUPED>(a, w_bytes, stream);
+    return launch<F, N, WGS, 1, 2, BLOCKS, 1, false, GROUPED>(a, w_bytes, stream);
+}
+
 int largest_chunk(unsigned formats)
 {
     int bytes = 0;

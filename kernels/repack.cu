@@ -14,15 +14,17 @@ namespace
 struct sources {
     bgk_source s[2];
     bool glu;
+    int each, tiles_each; /* rows and tiles of one matrix of a stack */
 };
 
 __device__ pack_row row_of(const sources &from, int tile, int row)
 {
     int i;
-    const int n = pack_row_of(from.glu, tile, row, &i);
+    const int at = tile / from.tiles_each * from.each;
+    const int n = pack_row_of(from.glu, tile % from.tiles_each, row, &i);
     const bgk_source &s = from.s[i];
-    if (n >= s.n_rows) return pack_row{nullptr, s.type, 0};
-    return pack_row{(const uint8_t *)s.rows + n * s.row_bytes, s.type, 0};
+    if (n >= from.each) return pack_row{nullptr, s.type, 0};
+    return pack_row{(const uint8_t *)s.rows + (at + n) * s.row_bytes, s.type, 0};
 }
 
 constexpr int SCALE_WARPS = 8;
@@ -148,15 +150,23 @@ bool fits(int type, bgk_format format)
 cudaError_t bgk_repack(void *chunks, float *row_scale, bgk_format format, const bgk_source *rows,
                        const bgk_source *up, int k, cudaStream_t stream)
 {
+    return bgk_repack_stack(chunks, row_scale, format, rows, up, rows->n_rows, k, stream);
+}
+
+cudaError_t bgk_repack_stack(void *chunks, float *row_scale, bgk_format format,
+                             const bgk_source *rows, const bgk_source *up, int each, int k,
+                             cudaStream_t stream)
+{
     if (format < 0 || format >= BGK_FORMATS || !valid(rows, k) || !fits(rows->type, format) ||
         (up && (!valid(up, k) || !fits(up->type, format) || up->n_rows != rows->n_rows)) ||
-        k > INT32_MAX - 64 || (uintptr_t)chunks % 16)
+        k > INT32_MAX - 64 || (uintptr_t)chunks % 16 || each < 0 ||
+        (rows->n_rows && (!each || rows->n_rows % each)))
         return cudaErrorInvalidValue;
-    const int64_t n_tiles = (int64_t)(rows->n_rows + 63) / 64 * (up ? 2 : 1),
-                  n_chunks = (k + 63) / 64;
+    if (!rows->n_rows) return cudaSuccess;
+    const int64_t tiles_each = (int64_t)(each + 63) / 64 * (up ? 2 : 1),
+                  n_tiles = rows->n_rows / each * tiles_each, n_chunks = (k + 63) / 64;
     if (n_tiles * 64 > INT32_MAX || n_tiles * n_chunks > INT32_MAX) return cudaErrorInvalidValue;
-    if (!n_tiles) return cudaSuccess;
-    const sources from = {{*rows, up ? *up : *rows}, up != nullptr};
+    const sources from = {{*rows, up ? *up : *rows}, up != nullptr, each, (int)tiles_each};
     row_scales<<<(unsigned)(n_tiles * 64 / SCALE_WARPS), SCALE_WARPS * 32, 0, stream>>>(
         row_scale, format, from, (int)n_tiles * 64, k);
     if (n_chunks)

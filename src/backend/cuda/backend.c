@@ -29,6 +29,7 @@ static void cuda_free(bg_backend *b)
     bg_cuda_comm_free(c);
     bg_cuda_fault_free(c);
     bg_cuda_fast_free(c);
+    bg_cuda_moe_free(c);
     bg_cuda_flights_free(c);
     bg_cuda_step_free(c);
     bg_cuda_sampling_free(c);
@@ -46,6 +47,8 @@ static const bg_ops cuda_ops = {
     .vec_new = bg_cuda_vec_new,
     .linear_new = bg_cuda_linear_new,
     .embedding_new = bg_cuda_embedding_new,
+    .router_new = bg_cuda_router_new,
+    .experts_new = bg_cuda_experts_new,
     .load_end = bg_cuda_load_end,
     .cache_new = bg_cuda_cache_new,
     .slot_seat = bg_cuda_slot_seat,
@@ -62,6 +65,8 @@ static const bg_ops cuda_ops = {
     .attention = bg_cuda_attention,
     .glu = bg_cuda_glu,
     .linear_glu = bg_cuda_linear_glu,
+    .route = bg_cuda_route,
+    .moe = bg_cuda_moe,
     .all_reduce = bg_cuda_all_reduce,
     .gather_out = bg_cuda_gather_out,
     .logits = bg_cuda_logits,
@@ -81,6 +86,7 @@ static const bg_ops cuda_ops = {
     .op_end = bg_cuda_op_end,
     .op_times = bg_cuda_op_times,
     .linear_cost = bg_cuda_linear_cost,
+    .moe_cost = bg_cuda_moe_cost,
     .attention_cost = bg_cuda_attention_cost,
     .roofs = bg_cuda_roofs,
     .tune = bg_cuda_tune,

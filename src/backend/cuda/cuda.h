@@ -132,6 +132,7 @@ typedef struct bg_cuda {
     struct bg_cuda_fault *fault;     /* fault.c; NULL: none is asked for */
     struct bg_cuda_loader *loader;   /* load.c; NULL: nothing is being loaded */
     struct bg_cuda_fast *fast;       /* fast.c; NULL: --fast-math is off */
+    struct bg_cuda_moe *moe;         /* moe.c; NULL: no experts */
 } bg_cuda;
 
 /* objects.c. What every file here uses: */
@@ -162,6 +163,22 @@ bg_status bg_cuda_linear_new(bg_backend *b, bg_linear **out, const bg_linear_spe
 int64_t bg_cuda_linear_rows(const bg_linear *l);
 bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor *t, bg_error *err);
 
+/* Rows of a part as values of c->weights, [n_rows, k_padded], zero beyond its columns. */
+bg_status bg_cuda_load_values(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
+                              bg_error *err);
+
+/* moe.c */
+bg_status bg_cuda_router_new(bg_backend *b, bg_router **r, const bg_router_spec *spec,
+                             bg_error *err);
+bg_status bg_cuda_experts_new(bg_backend *b, bg_experts **e, const bg_experts_spec *spec,
+                              bg_error *err);
+bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
+                        bg_error *err);
+bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
+                      const bg_act *h, const bg_act *add, bg_error *err);
+void bg_cuda_moe_cost(const bg_backend *b, const bg_experts *e, int64_t n_rows, bg_cost *cost);
+void bg_cuda_moe_free(bg_cuda *c);
+
 /* load.c */
 /* How many rows a piece has that the loader's memory is made for: a multiple of 64. up: with a. */
 int64_t bg_cuda_load_piece(const bg_linear_part *a, const bg_linear_part *up);
@@ -169,6 +186,11 @@ int64_t bg_cuda_load_piece(const bg_linear_part *a, const bg_linear_part *up);
  * device, for kernels on c->stream; then bg_cuda_load_used() once these are enqueued. */
 bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
                             int64_t row0, int64_t n, bgk_source out[2], bg_error *err);
+/* The same of rows of a stack of such matrices, each so many bytes after the one before in the
+ * file. */
+bg_status bg_cuda_load_stack(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
+                             size_t a_stride, size_t up_stride, int64_t row0, int64_t n,
+                             bgk_source out[2], bg_error *err);
 bg_status bg_cuda_load_used(bg_cuda *c, const char *what, bg_error *err);
 bg_status bg_cuda_load_end(bg_backend *b, bg_load_times *times, bg_error *err);
 void bg_cuda_load_free(bg_cuda *c);
@@ -239,6 +261,7 @@ bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y
                                 const bg_vec *post, const bg_vec *w, float eps, bg_error *err);
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err);
+bgk_act bg_cuda_act_fn(bg_act_fn fn);
 bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                              bg_act_fn fn, bg_error *err);
 bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_fn fn,

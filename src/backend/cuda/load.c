@@ -157,6 +157,7 @@ typedef struct fill { /* rows [row0, row0 + n) of each part, to places of their 
     size_t to_row[2];
     int n_parts, units; /* units of each part */
     int64_t row0, n, unit_rows;
+    size_t stride[2]; /* a stack of matrices of the parts' rows: from one to the next; else 0 */
     bg_pool *pool;
 } fill;
 
@@ -178,26 +179,45 @@ static void populate(const uint8_t *p, size_t n)
     madvise((void *)from, (uintptr_t)p + n - from, MADV_POPULATE_READ);
 }
 
-static void fill_rows(const fill *f, int part, int64_t first, int64_t n)
+/* Rows of one matrix: the number-th of a stack. */
+static void fill_run(const fill *f, int part, int64_t number, int64_t row, int64_t n, uint8_t *to)
 {
     const bg_linear_part *p = f->parts[part];
     const bg_qtype_info *info = bg_qtype_get(p->type);
-    const size_t row = bg_qtype_row_bytes(p->type, p->k_total),
+    const size_t row_bytes = bg_qtype_row_bytes(p->type, p->k_total),
                  share = bg_qtype_row_bytes(p->type, p->n_cols);
-    const uint8_t *from = (const uint8_t *)p->data + (size_t)(p->row0 + f->row0 + first) * row +
+    const uint8_t *from = (const uint8_t *)p->data + (size_t)number * f->stride[part] +
+                          (size_t)(p->row0 + row) * row_bytes +
                           (size_t)(p->col0 / info->block_values) * (size_t)info->block_bytes;
-    uint8_t *to = f->to[part] + (size_t)first * f->to_row[part];
     if (!share || !n) return;
-    populate(from, (size_t)(n - 1) * row + share);
+    populate(from, (size_t)(n - 1) * row_bytes + share);
     if (device_type(p->type) != (int)p->type) {
         for (int64_t i = 0; i < n; i++)
-            bg_dequant_row(p->type, from + (size_t)i * row,
+            bg_dequant_row(p->type, from + (size_t)i * row_bytes,
                            (float *)(void *)(to + (size_t)i * f->to_row[part]), p->n_cols);
-    } else if (share == row) {
-        memcpy(to, from, (size_t)n * row);
+    } else if (share == row_bytes) {
+        memcpy(to, from, (size_t)n * row_bytes);
     } else {
         for (int64_t i = 0; i < n; i++)
-            memcpy(to + (size_t)i * share, from + (size_t)i * row, share);
+            memcpy(to + (size_t)i * share, from + (size_t)i * row_bytes, share);
+    }
+}
+
+static void fill_rows(const fill *f, int part, int64_t first, int64_t n)
+{
+    const bg_linear_part *p = f->parts[part];
+    uint8_t *to = f->to[part] + (size_t)first * f->to_row[part];
+    int64_t at = f->row0 + first;
+    if (!f->stride[part]) {
+        fill_run(f, part, 0, at, n, to);
+        return;
+    }
+    while (n > 0) {
+        const int64_t row = at % p->n_rows, left = p->n_rows - row, run = n < left ? n : left;
+        fill_run(f, part, at / p->n_rows, row, run, to);
+        at += run;
+        n -= run;
+        to += (size_t)run * f->to_row[part];
     }
 }
 
@@ -240,7 +260,18 @@ int64_t bg_cuda_load_piece(const bg_linear_part *a, const bg_linear_part *up)
 bg_status bg_cuda_load_rows(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
                             int64_t row0, int64_t n, bgk_source out[2], bg_error *err)
 {
-    fill f = {.parts = {a, up}, .n_parts = up ? 2 : 1, .row0 = row0, .n = n};
+    return bg_cuda_load_stack(c, a, up, 0, 0, row0, n, out, err);
+}
+
+bg_status bg_cuda_load_stack(bg_cuda *c, const bg_linear_part *a, const bg_linear_part *up,
+                             size_t a_stride, size_t up_stride, int64_t row0, int64_t n,
+                             bgk_source out[2], bg_error *err)
+{
+    fill f = {.parts = {a, up},
+              .n_parts = up ? 2 : 1,
+              .row0 = row0,
+              .n = n,
+              .stride = {a_stride, up_stride}};
     size_t at[2] = {0, 0}, bytes = 0;
     slot *s = NULL;
     for (int i = 0; i < f.n_parts; i++) {

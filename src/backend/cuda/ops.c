@@ -147,6 +147,11 @@ static const bgk_act FNS[] = {
     [BG_SWIGLU_CLAMP] = BGK_SWIGLU_CLAMP,
 };
 
+bgk_act bg_cuda_act_fn(bg_act_fn fn)
+{
+    return FNS[fn];
+}
+
 bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                              bg_act_fn fn, bg_error *err)
 {

@@ -22,9 +22,8 @@ static bg_linear_part block_of(const bg_linear_spec *spec, int i)
     return p;
 }
 
-/* Rows of a part as values of c->weights, [n_rows, k_padded], zero beyond its columns. */
-static bg_status load_values(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
-                             bg_error *err)
+bg_status bg_cuda_load_values(bg_cuda *c, void *to, const bg_linear_part *p, int64_t k_padded,
+                              bg_error *err)
 {
     const int64_t piece = bg_cuda_load_piece(p, NULL);
     bg_status st = BG_OK;
@@ -71,7 +70,7 @@ static bg_status plain_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     char *at = l->w;
     for (int i = 0; !st && i < (spec->n_blocks ? spec->n_blocks : spec->n_parts); i++) {
         const bg_linear_part p = spec->n_blocks ? block_of(spec, i) : spec->parts[i];
-        if (l->k) st = load_values(c, at, &p, l->k_padded, err);
+        if (l->k) st = bg_cuda_load_values(c, at, &p, l->k_padded, err);
         at += (size_t)p.n_rows * row_bytes;
     }
     if (!st) st = upload_bias(c, l, spec, err);
@@ -450,7 +449,7 @@ bg_status bg_cuda_embedding_new(bg_backend *b, bg_embedding **e, const bg_tensor
                                 .n_total = t->ne[1],
                                 .n_rows = t->ne[1],
                                 .n_cols = t->ne[0]};
-    if (!st) st = load_values(c, table, &all, t->ne[0], err);
+    if (!st) st = bg_cuda_load_values(c, table, &all, t->ne[0], err);
     *made = (bg_embedding){.data = table, .vocab = t->ne[1], .cols = t->ne[0]};
     if (!st) *e = made;
     return st;

@@ -1,0 +1,109 @@
+/* kernels/experts.cu - the products of matmul.cu for all experts of a layer at once: what an item
+ * of the plan (moe.cu) says, a block's place is an item and some rows of its expert.
+ *
+ * Requires: bgk.h; sm_90a (elsewhere the launcher says cudaErrorNotSupported).
+ *
+ * Launch: as matmul.cu; blocks go over places whose number they read on the device, so that a graph
+ * serves any routing.
+ *
+ * Order: as matmul.cu: the shape of the weights alone sets it.
+ *
+ * Traffic: an expert's weights once per item, rows of x once per block of rows.
+ *
+ * Proof: tests/gpu/test_moe.c. (EVERY_LANE: matmul.cuh.) */
+#include "matmul.cuh"
+
+namespace
+{
+
+template <unsigned F>
+cudaError_t launch_items(const args &a, int w_bytes, int n, cudaStream_t stream)
+{
+    constexpr bool MIXED = !single(F);
+    constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2;
+    const bool pairs = a.splits == 1 && a.n_tiles % 2 == 0;
+    switch (n) {
+    case 8:
+        if (pairs && a.token_blocks > 16)
+            return launch<F, 8, 2, 1, 4, B2, 1, false, true>(a, w_bytes, stream);
+        return launch_parts<F, 8, 3, true>(a, w_bytes, stream);
+    case 32:
+        if (pairs) return launch<F, 32, 2, 1, 2, B2, 1, false, true>(a, w_bytes, stream);
+        return launch_parts<F, 32, 2, true>(a, w_bytes, stream);
+    case 64:
+        if (a.splits == 1)
+            return launch < F, 64, 2, 1, 2, F == 1u << BGK_W16 ? 1 : B2, 1, false,
+                   true > (a, w_bytes, stream);
+        return launch<F, 64, 1, 1, 2, B2, 1, true, true>(a, w_bytes, stream);
+    default:
+        if (a.splits == 1 && a.n_tiles % 4 == 0)
+            return launch<F, 128, 2, RB, 2, 1, 1, false, true>(a, w_bytes, stream);
+        return launch_in_turn<F, 128, 2, 1, true>(a, w_bytes, stream);
+    }
+}
+
+} // namespace
+
+cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_out *h,
+                           const bgk_out *x, const bgk_moe *m, bgk_act fn, bool list_done,
+                           cudaStream_t stream)
+{
+    auto tiles = [](const bgk_out *o) {
+        return o->layout == BGK_TILES && o->stride % BGK_TILE_ROWS == 0 &&
+               (uintptr_t)o->data % 128 == 0;
+    };
+    if (w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
+        (w->splits != 1 && w->splits != 2 && w->splits != 4) || !w->formats ||
+        w->formats >> BGK_FORMATS || !tiles(x) || (h && !tiles(h)) || w->block_tiles ||
+        m->tokens < 0 || (w->n_ff ? !tiles(out) : out->layout != BGK_ROWS) ||
+        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
+        m->n_experts + m->n_shared > 0xffff ||
+        (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
+        (h && (m->tokens + m->n - 1) / m->n * m->n > h->stride))
+        return cudaErrorInvalidValue;
+    if (!on_hopper()) return cudaErrorNotSupported;
+    const int64_t most = bgk_moe_items(m);
+    if (!m->tokens || !most) return cudaSuccess;
+    if (most > INT32_MAX / w->n_tiles) return cudaErrorInvalidValue;
+    args a = {};
+    a.tiles = w->tiles;
+    a.row_scale = w->row_scale;
+    a.bias = w->bias;
+    a.x = (const __half *)x->data;
+    a.x_stride = x->stride;
+    a.h = h ? (const __half *)h->data : nullptr;
+    a.h_stride = h ? h->stride : 0;
+    a.out = out->data;
+    a.out_stride = out->stride;
+    a.n_tiles = w->n_tiles;
+    a.n_chunks = w->n_chunks;
+    a.splits = w->splits;
+    a.n_ff = w->n_ff;
+    a.fn = fn;
+    a.layout = out->layout;
+    a.items = m->items;
+    a.n_items = m->n_items;
+    a.second = !h;
+    a.list_done = list_done;
+    a.token_blocks = (int)most;
+    const int w_bytes = largest_chunk(w->formats);
+    constexpr unsigned W4 = 1u << BGK_W4, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8, W16 = 1u << BGK_W16;
+    switch (w->formats) {
+    case W4:
+        return launch_items<W4>(a, w_bytes, m->n, stream);
+    case W6:
+        return launch_items<W6>(a, w_bytes, m->n, stream);
+    case W8:
+        return launch_items<W8>(a, w_bytes, m->n, stream);
+    case W16:
+        return launch_items<W16>(a, w_bytes, m->n, stream);
+    case W4 | W6: /* Q4_K with Q6_K */
+        return launch_items<W4 | W6>(a, w_bytes, m->n, stream);
+    case W4 | W8: /* shared experts of 8 bits */
+        return launch_items<W4 | W8>(a, w_bytes, m->n, stream);
+    case W6 | W8:
+        return launch_items<W6 | W8>(a, w_bytes, m->n, stream);
+    default:
+        return launch_items<ALL>(a, w_bytes, m->n, stream);
+    }
+}

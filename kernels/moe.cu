@@ -86,7 +86,7 @@ __device__ void drop_groups(float *choice, float *scores, const bgk_router &r)
             second = fmaxf(second, fminf(first, v));
             first = fmaxf(first, v);
         }
-        const float sum = first + second;
+        const float sum = each > 1 ? first + second : first;
         scores[i] = isnan(sum) ? -INFINITY : sum;
     }
     __syncthreads();

@@ -25,6 +25,24 @@ struct bg_linear {
     uint64_t w_bytes, n_weights; /* bytes and number of the weights that a pass reads */
 };
 
+struct bg_router {
+    bgk_router r;
+    int d, n; /* n: rows, with the shared gate's */
+    int n_parts;
+    bgk_weights tiles;
+    float *w; /* plain: [n, k_padded] */
+    int k_padded;
+};
+
+struct bg_experts {
+    char *name;
+    int n_experts, n_used, n_shared, d, n_ff;
+    bgk_act fn;
+    bgk_weights gate_up, down; /* n_tiles: of one expert */
+    bgk_plain_experts plain;
+    double expert_bytes, shared_bytes; /* of one of them */
+};
+
 enum {
     BG_CUDA_STEPS = 4,   /* step descriptors on their way to the device */
     BG_CUDA_FLIGHTS = 3, /* steps whose tokens were not fetched yet */
@@ -123,6 +141,20 @@ typedef struct bg_cuda {
         void *parts; /* of softmaxes, where few rows are spread over the GPU */
         size_t parts_bytes;
     } att;
+
+    struct {         /* mla.c */
+        bool latent; /* the cache is one of latents; parts and the plan are in att */
+        bool fast;   /* that tensor cores read */
+    } mla;
+    struct bg_cuda_index { /* mla.c: the indexer; n_layers 0: none */
+        int n_layers, dim, top_k, n_heads;
+        void *keys;     /* [n_layers, n_blocks, block_tokens, dim] */
+        int32_t *list;  /* [max_tokens, top_k] */
+        int32_t *count; /* [max_tokens] */
+        float *scores;  /* of a slice of rows; NULL: no row sees more than top_k keys */
+        void *q;        /* [max_tokens, n_heads * dim] */
+        float *w;       /* [max_tokens, n_heads] */
+    } index;
 
     struct bg_cuda_pick *picks; /* picks.c: [n_picks] of a tune table */
     int n_picks;
@@ -244,10 +276,24 @@ bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, co
                              bg_error *err);
 bg_status bg_cuda_attention(bg_backend *b, bg_act *out, const bg_act *q, const bg_attn *p,
                             bg_error *err);
+/* A rotation's frequencies on the device, brought there at their first use. */
+bg_status bg_cuda_freq(bg_cuda *c, const bg_rope *rope, const float **out, bg_error *err);
 /* Its part of the step's buffer, c->att_plan. */
 size_t bg_cuda_attention_ints(const bg_cuda *c, int rows, int seqs); /* grows with both */
 /* For the step of c->s, padded to rows and seqs; host has that many ints. */
 void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
+
+/* mla.c */
+bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err);
+bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                            bg_error *err);
+bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                            bg_error *err);
+bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                                const bg_mla *p, bg_error *err);
+bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                        bg_error *err);
+void bg_cuda_mla_cost(const bg_backend *b, const bg_mla *p, bg_cost *cost);
 
 /* ops.c */
 bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
@@ -290,7 +336,8 @@ void bg_cuda_comm_free(bg_cuda *c);
 /* Sums of up to 8 MB through each other's memory from now on, where that works (*used), as is tried
  * by itself where every rank has a GPU of its own. All ranks call it. */
 bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err);
-/* For tests: sums go that way, where it can be gone (peers: once bg_cuda_comm_peers() uses them). */
+/* For tests: sums go that way, where it can be gone (peers: once bg_cuda_comm_peers() uses them).
+ */
 typedef enum bg_cuda_sums {
     BG_CUDA_SUMS_AUTO,
     BG_CUDA_SUMS_LIBRARY, /* NCCL's own, in its order */

@@ -20,24 +20,6 @@ enum {
     MOST_N = 128,      /* tokens in an item */
 };
 
-struct bg_router {
-    bgk_router r;
-    int d, n; /* n: rows, with the shared gate's */
-    int n_parts;
-    bgk_weights tiles;
-    float *w; /* plain: [n, k_padded] */
-    int k_padded;
-};
-
-struct bg_experts {
-    char *name;
-    int n_experts, n_used, n_shared, d, n_ff;
-    bgk_act fn;
-    bgk_weights gate_up, down; /* n_tiles: of one expert */
-    bgk_plain_experts plain;
-    double expert_bytes, shared_bytes; /* of one of them */
-};
-
 struct bg_cuda_moe {
     bg_router **routers;
     size_t n_routers, routers_cap;

@@ -182,6 +182,10 @@ typedef struct run {
     const seq *seqs;
     int generate;    /* > 0: sample greedily this many tokens after each prompt, all together */
     int step_tokens; /* of the largest step; 0: STEP_TOKENS */
+    int max_ctx;     /* 0: MAX_CTX */
+    /* Called on each rank with its new backend: to change what it does. NULL: not. */
+    void (*tamper)(void *ctx, bg_backend *b, int rank);
+    void *tamper_ctx;
     /* Called on rank 0 with each row of logits in place of keeping them. */
     void (*on_row)(void *ctx, int seq, int pos, const float *row);
     void *ctx;
@@ -208,7 +212,7 @@ typedef struct rank_job {
     bg_error err;
 } rank_job;
 
-enum { STEP_TOKENS = 700 };
+enum { STEP_TOKENS = 700, MAX_CTX = 1024 };
 
 static void add_step(step **steps, int *n, const step *s)
 {
@@ -371,7 +375,7 @@ static void *run_rank(void *arg)
         .max_tokens = r->step_tokens,
         .max_seqs = MAX_SEQS,
         .max_out = r->generate ? MAX_SEQS : r->step_tokens,
-        .max_ctx = 1024,
+        .max_ctx = r->max_ctx ? r->max_ctx : MAX_CTX,
         .vocab_size = r->desc.vocab_size,
         .isa = r->isa,
     };
@@ -381,6 +385,7 @@ static void *run_rank(void *arg)
     /* BATCHGEN_TEST_GPU=0: on that GPU, with libbatchgen_cuda.so beside the test program. */
     const char *gpu = r->tp == 1 ? getenv("BATCHGEN_TEST_GPU") : NULL;
     if (!st) st = bg_backend_new(&b, gpu ? atoi(gpu) : -1, &c, &j->err);
+    if (!st && r->tamper) r->tamper(r->tamper_ctx, b, j->rank);
     bg_model_config mc = {.rank = j->rank,
                           .tp = r->tp,
                           .n_blocks = blocks + 1,
@@ -478,6 +483,7 @@ typedef struct figures {
     double nmse_median, nmse_worst, top_median, top_worst;
     double same_token;   /* share of generated positions with the golden's token */
     double worst_margin; /* largest margin at which the token differs */
+    double flipped;      /* share of rows whose NMSE is over `flip` */
     char where[64];      /* of the worst row */
 } figures;
 
@@ -510,7 +516,7 @@ UNUSED static double nmse(const float *a, const float *b, int n)
     return num / den >= 0 ? num / den : INFINITY; /* NaN must not slip through */
 }
 
-UNUSED static figures compare(const golden *g, const run *r)
+UNUSED static figures compare(const golden *g, const run *r, double flip)
 {
     figures f = {0};
     const int v = g->n_vocab;
@@ -525,6 +531,7 @@ UNUSED static figures compare(const golden *g, const run *r)
             if (e > f.nmse_worst)
                 snprintf(f.where, sizeof f.where, "%s position %d", s->name, s->row0 + i);
             if (e > f.nmse_worst) f.nmse_worst = e;
+            if (e > flip) f.flipped++;
             all[f.n_rows++] = e;
         }
         for (int i = 0; i < s->n_ids; i++) {
@@ -548,7 +555,7 @@ UNUSED static figures compare(const golden *g, const run *r)
     }
     qsort(all, (size_t)f.n_rows, sizeof *all, by_size);
     qsort(top, (size_t)f.n_top, sizeof *top, by_size);
-    if (f.n_rows) f.nmse_median = all[f.n_rows / 2];
+    if (f.n_rows) f.nmse_median = all[f.n_rows / 2], f.flipped /= f.n_rows;
     if (f.n_top) f.top_median = top[f.n_top / 2], f.same_token = (double)same / f.n_top;
     free(all);
     free(top);

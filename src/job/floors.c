@@ -60,20 +60,30 @@ static void add(bg_kind_sums *sums, bg_kind kind, int64_t rows, int64_t cols, in
     *(whole ? &sums->replicated : &sums->sharded) += bytes;
 }
 
+static bool is_whole(const bg_tensor *t, const bg_part *p)
+{
+    return p->rows == t->ne[1] && p->cols == t->ne[0] && p->n == t->ne[2] * t->ne[3];
+}
+
 void bg_kinds_sum(bg_kind_sums *sums, const bg_text_model *m, const bg_shard *s)
 {
+    const bg_desc *d = &m->desc;
+    bg_shard next = *s; /* what two ranks have whole was not dealt out to one of them */
+    bg_error err = {0};
     *sums = (bg_kind_sums){0};
+    bg_shard_plan(&next, d, m->gguf, (s->rank + 1) % s->tp, s->tp, &err);
     for (int64_t i = 0; i < bg_gguf_n_tensors(m->gguf); i++) {
         const bg_tensor *t = bg_gguf_tensor(m->gguf, i);
-        const int64_t rows = t->ne[1], n = t->ne[2] * t->ne[3];
-        bg_part part;
-        if (!bg_shard_part(s, &m->desc, m->gguf, t, &part)) {
-            add(sums, BG_KIND_SKIPPED, rows, t->ne[0], n, t->type, true);
+        const int64_t n = t->ne[2] * t->ne[3];
+        bg_part part, others;
+        if (!bg_shard_part(s, d, m->gguf, t, &part)) {
+            add(sums, BG_KIND_SKIPPED, t->ne[1], t->ne[0], n, t->type, true);
             continue;
         }
-        const bool whole = part.rows == rows && part.cols == t->ne[0] && part.n == n;
+        const bool whole = is_whole(t, &part) && bg_shard_part(&next, d, m->gguf, t, &others) &&
+                           is_whole(t, &others);
         add(sums, bg_tensor_kind(t), part.rows, part.cols, part.n, t->type, whole);
-        if (is_table(t) && m->desc.tied)
+        if (is_table(t) && d->tied)
             add(sums, BG_KIND_HEAD, s->n_vocab, t->ne[0], 1, t->type, s->tp == 1);
     }
 }

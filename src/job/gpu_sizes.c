@@ -13,6 +13,7 @@ static const uint64_t LEFT_FREE = UINT64_C(256) << 20;
 static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 enum {
     GRAPHS = 16,               /* decode steps of so many sizes */
+    TILE_BYTES = 64 * 4 + 24,  /* of a tile beside its weights: its rows' scales, its place */
     FAST_FIXED = 160 << 20,    /* a library's workspace and kernels */
     LAUNCHES = 12,             /* of a layer */
     LAUNCH_BYTES = 2048,       /* of one in a graph, on the device */
@@ -78,10 +79,21 @@ static uint64_t common_chunk_bytes(const bg_gguf *g, const bg_tensor *t)
 /* Each matrix of a stack (experts, heads) has tiles of its own. */
 static uint64_t matrix_bytes(const bg_part *part, uint64_t chunk, bg_compute compute, bool tiled)
 {
-    const uint64_t rows = (uint64_t)part->rows, k = padded((uint64_t)part->cols, 64);
+    const uint64_t n = (uint64_t)part->n, rows = (uint64_t)part->rows;
+    const uint64_t k = padded((uint64_t)part->cols, 64), tiles = padded(rows, 64) / 64;
     if (!rows || !k) return 0;
-    if (tiled) return (uint64_t)part->n * (padded(rows, 64) / 64) * (k / 64) * chunk;
-    return (uint64_t)part->n * rows * k * (compute == BG_COMPUTE_F32 ? 4 : 2);
+    if (tiled) return n * tiles * (k / 64 * chunk + TILE_BYTES);
+    return n * rows * k * (compute == BG_COMPUTE_F32 ? 4 : 2);
+}
+
+/* attn_kv_b becomes what other files have: for each head, k_b, whose transpose it was and which is
+ * kept as halves therefore, and v_b. */
+static uint64_t kv_b_bytes(const bg_desc *d, const bg_shard *s, uint64_t chunk, bg_compute compute,
+                           bool tiled)
+{
+    const bg_part k_b = {d->kv_rank, d->nope, s->n_heads}, v_b = {d->v_dim, d->kv_rank, s->n_heads};
+    return matrix_bytes(&k_b, chunk_bytes(BG_F32), compute, tiled) +
+           matrix_bytes(&v_b, chunk, compute, tiled);
 }
 
 /* What a rank holds, the whole table of embeddings among it. */
@@ -100,6 +112,8 @@ static uint64_t held_bytes(const bg_text_model *m, const bg_shard *s, bg_compute
             sum += values * (compute == BG_COMPUTE_F32 ? 4 : 2);
             part.rows = s->n_vocab;
             if (m->desc.tied) sum += matrix_bytes(&part, chunk, compute, tiled);
+        } else if (strstr(t->cname, ".attn_kv_b.")) {
+            sum += kv_b_bytes(&m->desc, s, chunk, compute, tiled);
         } else if (kind == BG_KIND_ROUTER || t->n_dims < 2 || is_bias(t)) {
             sum += values * 4;
         } else {

@@ -9,7 +9,7 @@ static bg_text_model opened(const char *path)
 {
     bg_text_model m = {0};
     bg_error err = {0};
-    cr_assert_eq(bg_gguf_open(&m.gguf, path, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_gguf_open_header(&m.gguf, path, &err), BG_OK, "%s", err.text);
     cr_assert_eq(bg_desc_read(&m.desc, m.gguf, &err), BG_OK, "%s", err.text);
     return m;
 }
@@ -38,9 +38,11 @@ Test(gpu_sizes, weights_by_their_tiles)
         (uint64_t)d->n_layers * (model * (q + 2 * kv) + q * model + 3 * model * ff);
     const uint64_t table = model * (uint64_t)d->vocab_size;
     const uint64_t vectors = (uint64_t)d->n_layers * 2 * (model + (uint64_t)d->head_dim) + model;
+    const uint64_t rows =
+        (uint64_t)d->n_layers * (q + 2 * kv + 2 * model + 2 * ff) + (uint64_t)d->vocab_size;
     bg_gpu_bytes b = bg_gpu_sizes(&m, &plan, &s, BG_COMPUTE_NATIVE, true);
-    cr_expect_eq(b.weights, 2 * (values + table) + 2 * table + 4 * vectors, "%llu",
-                 (unsigned long long)b.weights);
+    cr_expect_eq(b.weights, 2 * (values + table) + 2 * table + 4 * vectors + rows / 64 * 280,
+                 "%llu", (unsigned long long)b.weights);
     b = bg_gpu_sizes(&m, &plan, &s, BG_COMPUTE_F32, false);
     cr_expect_eq(b.weights, 4 * (values + table) + 4 * table + 4 * vectors);
     /* Two ranks: a half each, and the embeddings twice. */
@@ -104,6 +106,54 @@ Test(gpu_sizes, fast_math)
     bg_memory_plan two = plan;
     two.tp = 2;
     cr_expect_lt(bg_gpu_fast_sizes(&m, &two, &half).weights, b.weights);
+    bg_gguf_close(m.gguf);
+}
+
+static uint64_t chunks(int64_t n, int64_t rows, int64_t k, uint64_t chunk)
+{
+    const int64_t tiles = (rows + 63) / 64;
+    return (uint64_t)n * (uint64_t)tiles * ((uint64_t)((k + 63) / 64) * chunk + 64 * 4 + 24);
+}
+
+/* Stacks: each expert and each head has tiles of its own; a router is floats; what is not used
+ * counts nothing. 8 experts of 288 by 256 in MXFP4, of which the first of three ranks has 64
+ * columns; attention in Q5_0, its output and v (some layers) in Q8_0. */
+Test(gpu_sizes, experts_in_tiles)
+{
+    bg_text_model m = opened("tests/golden/headers/tiny-gpt-oss.gguf");
+    bg_memory_plan p = plan;
+    p.tp = 3;
+    const bg_shard s = shard(&m, 0, 3);
+    cr_assert_eq(s.n_ffe, 64);
+    cr_assert_eq(s.n_heads, 4);
+    const uint64_t experts = 2 * (2 * chunks(8, 64, 288, 4352) + chunks(8, 288, 64, 4352));
+    const uint64_t expert_bias = 2 * 4 * 8 * (64 + 64 + 288), router = 2 * 4 * (8 * 288 + 8);
+    bg_text_model none = m;
+    none.desc.n_experts = 0; /* then tensors of experts are of no use */
+    const uint64_t with = bg_gpu_sizes(&m, &p, &s, BG_COMPUTE_NATIVE, true).weights;
+    const uint64_t without = bg_gpu_sizes(&none, &p, &s, BG_COMPUTE_NATIVE, true).weights;
+    cr_expect_eq(with - without, experts + expert_bias + router, "%llu, not %llu",
+                 (unsigned long long)(with - without),
+                 (unsigned long long)(experts + expert_bias + router));
+    bg_gguf_close(m.gguf);
+}
+
+/* Of attn_kv_b: k_b of each head, 512 by 128 as halves, and v_b, 128 by 512 in its own form. */
+Test(gpu_sizes, kv_b_is_taken_apart)
+{
+    bg_text_model m = opened("tests/golden/headers/tiny-v2-lite.kv_b.gguf");
+    const bg_shard s = shard(&m, 0, 1), half = shard(&m, 0, 2);
+    const uint64_t all = bg_gpu_sizes(&m, &plan, &s, BG_COMPUTE_NATIVE, true).weights;
+    bg_shard no_heads = s;
+    no_heads.n_heads = 0;
+    const uint64_t others = bg_gpu_sizes(&m, &plan, &no_heads, BG_COMPUTE_NATIVE, true).weights;
+    const uint64_t heads = 2 * (chunks(8, 512, 128, 8192) + chunks(8, 128, 512, 2560) +
+                                chunks(1, 8 * 192, 256, 2560) + chunks(1, 256, 8 * 128, 2560));
+    cr_expect_eq(all - others, heads, "%llu, not %llu", (unsigned long long)(all - others),
+                 (unsigned long long)heads);
+    const uint64_t of_half = bg_gpu_sizes(&m, &plan, &half, BG_COMPUTE_NATIVE, true).weights;
+    cr_expect_lt(of_half, all);
+    cr_expect_eq(bg_kv_bytes_per_token(&m.desc, &half, BG_CACHE_F16), 2 * 576 * 2);
     bg_gguf_close(m.gguf);
 }
 

@@ -683,6 +683,12 @@ Test(mla, equal_scores_are_chosen_by_lower_position)
         memcpy(q + DIM, q, DIM * sizeof *q);
         OK(bg_op_index(f.b, &f.iq, &f.ik, &f.index, err));
         cr_expect_arr_eq(sel, first, sizeof first, "%s: 0 and -0 are equal", isas()[at]);
+
+        w[0] = w[1] = -1e-30f; /* products too small to be told from 0, but for their sign */
+        for (int i = 0; i < 2 * DIM; i++)
+            q[i] = i % 2 ? -1e-20f : 1e-20f; /* of all but 9, 20 and 31 */
+        OK(bg_op_index(f.b, &f.iq, &f.ik, &f.index, err));
+        cr_expect_arr_eq(sel, first, sizeof first, "%s: what rounds to -0 is 0", isas()[at]);
         bg_backend_free(f.b);
     }
 }

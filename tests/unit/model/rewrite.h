@@ -47,18 +47,33 @@ typedef struct edit {
         NULL, DROP, 0, NULL, NULL \
     }
 
+/* A tensor made of others. */
+typedef struct made {
+    char name[64];
+    uint32_t type;
+    int64_t ne[3];
+    enum { FUSED_EXPERTS, K_B, V_B } how;
+    const bg_tensor *a, *b;
+    int64_t nope, v; /* of kv_b's rows by head */
+} made;
+
 typedef struct rewrite {
     const edit *edits;
     uint64_t shuffle;        /* 0: tensors keep their order */
     const char *drop_tensor; /* NULL: none */
     const char *rename, *to; /* of one tensor */
     bool fuse_qkv;           /* q, k, v become attn_qkv (all of one type) */
+    bool fuse_experts;       /* ffn_gate_exps and ffn_up_exps become ffn_gate_up_exps */
+    int split_kv_b;          /* > 0: attn_kv_b of heads with so many keys' rows becomes two */
     bool add_biases;         /* random ones, to every matrix of a layer that has none */
     struct {
         char name[64];
         int64_t n;
     } extra[64]; /* the added ones; they stand at the end */
     int n_extra;
+    made made[96]; /* after those */
+    int n_made;
+    int64_t n_kept;
     const bg_gguf *g;
     const bg_tensor **order; /* for fused: the q tensor stands for all three */
 } rewrite;
@@ -127,10 +142,83 @@ static const bg_tensor *sibling(const bg_gguf *g, const bg_tensor *q, char lette
     return bg_gguf_find_tensor(g, name);
 }
 
+static void add_made(rewrite *r, const bg_tensor *t, const char *old, const char *now, int how)
+{
+    made *m = &r->made[r->n_made++];
+    const char *at = strstr(t->cname, old);
+    *m = (made){.type = t->type, .how = how, .a = t, .nope = r->split_kv_b};
+    snprintf(m->name, sizeof m->name, "%.*s%s%s", (int)(at - t->cname), t->cname, now,
+             at + strlen(old));
+    memcpy(m->ne, t->ne, sizeof m->ne);
+}
+
+/* Whether t is dropped for what is made of it. */
+static bool replaced(const bg_gguf *g, rewrite *r, const bg_tensor *t)
+{
+    int64_t heads = 0;
+    if (r->fuse_experts && strstr(t->cname, "ffn_up_exps.weight")) return true;
+    if (r->fuse_experts && strstr(t->cname, "ffn_gate_exps.weight")) {
+        char up[64];
+        add_made(r, t, "ffn_gate_exps", "ffn_gate_up_exps", FUSED_EXPERTS);
+        snprintf(up, sizeof up, "%.*sffn_up_exps.weight",
+                 (int)(strstr(t->cname, "ffn_gate") - t->cname), t->cname);
+        r->made[r->n_made - 1].b = bg_gguf_find_tensor(g, up);
+        r->made[r->n_made - 1].ne[1] *= 2;
+        return true;
+    }
+    if (!r->split_kv_b || !strstr(t->cname, "attn_kv_b")) return false;
+    for (int64_t i = 0; i < bg_gguf_n_kv(g); i++) {
+        const bg_kv *kv = bg_gguf_kv(g, i);
+        if (kv->key.n == 30 && memcmp(kv->key.p, "deepseek2.attention.head_count", 30) == 0)
+            bg_kv_int(kv, 0, &heads);
+    }
+    add_made(r, t, "attn_kv_b", "attn_k_b", K_B);
+    made *k = &r->made[r->n_made - 1];
+    k->type = BG_F32;
+    k->v = t->ne[1] / heads - k->nope;
+    memcpy(k->ne, (int64_t[3]){k->nope, t->ne[0], heads}, sizeof k->ne);
+    add_made(r, t, "attn_kv_b", "attn_v_b", V_B);
+    made *v = &r->made[r->n_made - 1];
+    v->v = k->v;
+    memcpy(v->ne, (int64_t[3]){t->ne[0], v->v, heads}, sizeof v->ne);
+    return true;
+}
+
+static bg_status emit_made(const made *m, bg_gguf_emit *emit, void *sink, bg_error *err)
+{
+    const size_t row = bg_qtype_row_bytes(m->a->type, m->a->ne[0]);
+    const char *a = m->a->data, *b = m->b ? m->b->data : NULL;
+    bg_status st = BG_OK;
+    for (int64_t i = 0; !st && i < m->ne[2]; i++) {
+        if (m->how == FUSED_EXPERTS) {
+            const size_t half = row * (size_t)m->a->ne[1];
+            st = emit(sink, a + (size_t)i * half, half, err);
+            if (!st) st = emit(sink, b + (size_t)i * half, half, err);
+        } else if (m->how == V_B) {
+            st = emit(sink, a + row * (size_t)(i * (m->nope + m->v) + m->nope), row * (size_t)m->v,
+                      err);
+        } else {
+            const int64_t kl = m->ne[1];
+            float *in = malloc((size_t)kl * 4), *out = malloc((size_t)(kl * m->nope) * 4);
+            for (int64_t k = 0; k < m->nope; k++) {
+                bg_dequant_row(m->a->type, a + row * (size_t)(i * (m->nope + m->v) + k), in, kl);
+                for (int64_t c = 0; c < kl; c++)
+                    out[c * m->nope + k] = in[c];
+            }
+            st = emit(sink, out, (size_t)(kl * m->nope) * 4, err);
+            free(in);
+            free(out);
+        }
+    }
+    return st;
+}
+
 static bg_status produce(void *ctx, int64_t i, size_t bytes, bg_gguf_emit *emit, void *sink,
                          bg_error *err)
 {
     const rewrite *r = ctx;
+    if (i >= r->n_kept + r->n_extra)
+        return emit_made(&r->made[i - r->n_kept - r->n_extra], emit, sink, err);
     const bg_tensor *t = r->order[i];
     if (!t) {
         float v[4096];
@@ -184,8 +272,10 @@ static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error
         const bg_tensor *t = bg_gguf_tensor(g, i);
         if (r->drop_tensor && strcmp(t->cname, r->drop_tensor) == 0) continue;
         if (r->fuse_qkv && (strstr(t->cname, "attn_k.") || strstr(t->cname, "attn_v."))) continue;
+        if (replaced(g, r, t)) continue;
         r->order[n++] = t;
     }
+    r->n_kept = n;
     for (int64_t i = n - 1; r->shuffle && i > 0; i--) {
         const int64_t j = (int64_t)(bg_mix64(r->shuffle + (uint64_t)i) % (uint64_t)(i + 1));
         const bg_tensor *t = r->order[i];
@@ -210,6 +300,8 @@ static bg_status rewrite_file(const bg_gguf *g, rewrite *r, char *path, bg_error
     }
     for (int i = 0; i < r->n_extra; i++)
         bg_gguf_put_tensor(w, r->extra[i].name, BG_F32, 1, &r->extra[i].n);
+    for (int i = 0; i < r->n_made; i++)
+        bg_gguf_put_tensor(w, r->made[i].name, r->made[i].type, 3, r->made[i].ne);
     const bg_status st = bg_gguf_write(w, path, produce, r, err);
     bg_gguf_writer_free(w);
     free(r->order);

@@ -12,7 +12,7 @@ static seq sequence(int n, int32_t *tokens)
 {
     seq s = {.name = "tokens", .n_prompt = n, .n = n, .tokens = tokens};
     for (int i = 0; i < n; i++)
-        tokens[i] = (int32_t)(bg_mix64((uint64_t)i) % 1000);
+        tokens[i] = (int32_t)(bg_mix64((uint64_t)i) % 600);
     return s;
 }
 
@@ -31,6 +31,7 @@ static void compare_files(const char *path, const char *other, bg_compute comput
     cr_assert(!run_model(&b, &err), "%s: %s", other, err.text);
     cr_expect(!differ(&a, &b, where, sizeof where), "%s, tp %d: other bits at %s", path, tp, where);
     cr_expect_eq(a.desc.n_params, b.desc.n_params);
+    cr_expect_eq(bg_macs_per_token(&a.desc), bg_macs_per_token(&b.desc));
     cr_expect_eq(b.desc.n_unused, 0, "%s", b.desc.unused_name);
     run_free(&a);
     run_free(&b);
@@ -57,7 +58,27 @@ Test(variants, shuffled_tensors)
         compare_rewritten(DIR "tiny-llama.q2_k.gguf", (rewrite){.shuffle = seed});
         compare_rewritten(DIR "tiny-qwen2.f16.gguf", (rewrite){.shuffle = seed});
         compare_rewritten(DIR "tiny-gemma3.f16.gguf", (rewrite){.shuffle = seed});
+        compare_rewritten(DIR "tiny-dsv3.q8_0.gguf", (rewrite){.shuffle = seed});
+        compare_rewritten(DIR "tiny-dsa.q8_0.gguf", (rewrite){.shuffle = seed});
+        compare_rewritten(DIR "tiny-gpt-oss.mxfp4.gguf", (rewrite){.shuffle = seed});
     }
+}
+
+/* The two forms of files with latent attention: attn_kv_b, or attn_k_b and attn_v_b. */
+Test(variants, split_kv_b)
+{
+#define V2 "deepseek2.attention."
+    const edit edits[] = {INT(V2 "key_length", 96),     INT(V2 "value_length", 64),
+                          INT(V2 "key_length_mla", 64), INT(V2 "value_length_mla", 32),
+                          INT(V2 "head_count_kv", 1),   EDITS_END};
+    compare_rewritten(DIR "tiny-v2.legacy.gguf", (rewrite){.edits = edits, .split_kv_b = 32});
+}
+
+Test(variants, fused_experts)
+{
+    compare_rewritten(DIR "tiny-qwen3moe.q8_0.gguf", (rewrite){.fuse_experts = true});
+    compare_rewritten(DIR "tiny-glm4moe.q5_0.gguf", (rewrite){.fuse_experts = true, .shuffle = 3});
+    compare_rewritten(DIR "tiny-gpt-oss.mxfp4.gguf", (rewrite){.fuse_experts = true});
 }
 
 Test(variants, fused_qkv)
@@ -65,6 +86,43 @@ Test(variants, fused_qkv)
     compare_rewritten(DIR "tiny-qwen2.f16.gguf", (rewrite){.fuse_qkv = true});
     compare_rewritten(DIR "tiny-qwen3.f16.gguf", (rewrite){.fuse_qkv = true, .shuffle = 5});
     compare_rewritten(DIR "tiny-gemma3.f16.gguf", (rewrite){.fuse_qkv = true});
+    compare_rewritten(DIR "tiny-glm4moe.q5_0.gguf", (rewrite){.fuse_qkv = true});
+}
+
+/* Where a run cannot be longer than what the indexer chooses, there is none: the same results, and
+ * nothing held for it. */
+Test(variants, no_indexer_in_short_runs)
+{
+    int32_t tokens[40];
+    const seq s = sequence(40, tokens); /* as many as it chooses */
+    bg_error err = {0};
+    bg_gguf *g = NULL;
+    bg_desc d, small;
+    bg_shard with, without;
+    run a = {.path = DIR "tiny-dsa.q8_0.gguf", .compute = BG_COMPUTE_F32, .cache = BG_CACHE_F32};
+    a.n_seqs = 1;
+    a.seqs = &s;
+    run b = a;
+    b.max_ctx = 40;
+    cr_assert(!run_model(&a, &err), "%s", err.text);
+    cr_assert(!run_model(&b, &err), "%s", err.text);
+    const double e = nmse(b.logits[0], a.logits[0], 40 * a.desc.vocab_size);
+    cr_expect(e < 1e-11, "NMSE %.3g", e);
+    run_free(&a);
+    run_free(&b);
+
+    cr_assert(!bg_gguf_open(&g, DIR "tiny-dsa.q8_0.gguf", &err), "%s", err.text);
+    cr_assert(!bg_desc_read(&d, g, &err), "%s", err.text);
+    small = d;
+    bg_desc_limit(&d, 41);
+    bg_desc_limit(&small, 40);
+    cr_assert(!bg_shard_plan(&with, &d, g, 0, 1, &err));
+    cr_assert(!bg_shard_plan(&without, &small, g, 0, 1, &err));
+    cr_expect(without.weight_bytes < with.weight_bytes);
+    cr_expect_eq(bg_kv_bytes_per_token(&d, &with, BG_CACHE_F16), 2 * (96 + 64) * 2);
+    cr_expect_eq(bg_kv_bytes_per_token(&small, &without, BG_CACHE_F16), 2 * 96 * 2);
+    cr_expect(bg_macs_per_token(&small) < bg_macs_per_token(&d));
+    bg_gguf_close(g);
 }
 
 Test(variants, split_opened_from_any_part)

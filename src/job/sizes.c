@@ -220,8 +220,10 @@ bg_status bg_plan_memory(bg_memory_plan *p, const bg_job *job, const bg_text_mod
     bg_desc_limit(&limited.desc, p->max_model_len);
     p->cache_type = cache_type(job);
     bg_shard shards[BG_MAX_RANKS] = {0};
+    const int of =
+        job->rank_of ? (int)job->rank_of : p->tp; /* bench: the first of so many, alone */
     for (int r = 0; r < p->tp; r++) {
-        bg_status st = bg_shard_plan(&shards[r], &m->desc, m->gguf, r, p->tp, err);
+        bg_status st = bg_shard_plan(&shards[r], &m->desc, m->gguf, r, of, err);
         if (st) return st;
         p->kv_bytes_per_token += bg_kv_bytes_per_token(&m->desc, &shards[r], p->cache_type);
     }

@@ -489,6 +489,34 @@ cudaError_t bgk_mla_selected(const bgk_out *out, const bgk_mla *a, const bgk_row
                              const bgk_selected *s, void *parts, size_t parts_bytes, int n_sms,
                              cudaStream_t stream);
 
+/* The lightning indexer. Its keys: [layers, n_blocks, block_tokens, dim] of `type`; dim <= 128. */
+typedef struct bgk_index {
+    void *keys;
+    bgk_type type; /* F32, F16 or BF16 */
+    int n_blocks, block_tokens;
+    int layer, n_heads, dim;
+    const float *k_norm, *k_norm_b; /* of the key's LayerNorm */
+    float eps;
+    bgk_rotation rope; /* of the first n_rot values of a head and of the key */
+    float scale;       /* on the heads' weights */
+} bgk_index;
+/* ik[t] = [key (dim) | the heads' weights]; iq: n_heads of dim values. Keys go to their places, q
+ * (of `type`, [rows, n_heads * dim]) and w ([rows, n_heads],
+ * times scale) to where bgk_index_scores() reads them. */
+cudaError_t bgk_index_store(const bgk_index *a, void *q, float *w, const bgk_out *iq,
+                            const float *ik, int64_t ik_cols, const bgk_rows *r,
+                            cudaStream_t stream);
+/* scores[t - row0, j] = sum_h w_h relu(q_h . key_j) for rows [row0, row0 + n) whose position is
+ * top_k or beyond, and j up to it. In half or bf16 on tensor cores where dim is 64 or 128 and
+ * n_heads a multiple of 16. The grid depends on n and max_ctx. */
+cudaError_t bgk_index_scores(float *scores, int64_t stride, const bgk_index *a, const void *q,
+                             const float *w, const bgk_rows *r, int row0, int n, int top_k,
+                             int max_ctx, int n_sms, cudaStream_t stream);
+/* The top_k largest of each row, equal ones by lower position, ascending; count[t]: top_k, or -1
+ * where there are no more. */
+cudaError_t bgk_index_select(int32_t *list, int32_t *count, const float *scores, int64_t stride,
+                             const bgk_rows *r, int row0, int n, int top_k, cudaStream_t stream);
+
 /* ---- sample.cu -------------------------------------------------------------------------------
  * A slot's bg_sampling (backend/ops.h), on the device. */
 typedef struct bgk_bias {

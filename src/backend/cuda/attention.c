@@ -34,6 +34,13 @@ bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *
                          .k_dim = spec->k_dim,
                          .v_dim = spec->v_dim};
     c->n_layers = spec->n_layers;
+    if (spec->latent) {
+        bg_status st = bg_cuda_latent_new(c, spec, err);
+        if (!st) st = bg_steps_cache(&c->s, spec, err);
+        if (!st) st = bg_cuda_step_new(c, err);
+        c->has_cache = !st;
+        return st;
+    }
     c->att.fast = bgk_attention_fits(cache);
     if (spec->type == BG_CACHE_Q8 && !c->att.fast)
         return bg_fail(err, BG_ARG,
@@ -76,12 +83,13 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs)
     const bg_steps *s = &c->s;
     const int32_t *block0 = host - (c->att_plan - c->block0);
     bgk_item *item = (bgk_item *)host;
+    const int unit = c->mla.latent ? BGK_MLA_UNIT : BGK_UNIT;
     int n = 0, parts = 0;
     for (int i = 0; i < s->n_seqs; i++) {
         const bg_step_seq *q = &s->seqs[i];
         if (q->n_tokens != 1) continue;
         item[n++] = (bgk_item){q->row0, q->pos0, block0[i], parts};
-        parts += q->pos0 / BGK_UNIT + 1;
+        parts += q->pos0 / unit + 1;
     }
     for (int i = s->n_rows; i < rows; i++) { /* padding: position 0, a sequence for each */
         const int seq = s->n_seqs + i - s->n_rows;
@@ -101,6 +109,8 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs)
     c->att.n_tiles = n - c->att.n_single;
 }
 
+_Static_assert((int)BGK_MLA_TOKENS == BGK_TILE_TOKENS, "tiles of one plan");
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
@@ -111,8 +121,7 @@ static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *o
                    (long long)cols);
 }
 
-/* A rotation's frequencies on the device, brought there at their first use. */
-static bg_status freq_of(bg_cuda *c, const bg_rope *rope, const float **out, bg_error *err)
+bg_status bg_cuda_freq(bg_cuda *c, const bg_rope *rope, const float **out, bg_error *err)
 {
     const int n = rope->n_rot / 2;
     for (int i = 0; i < c->n_freqs; i++)
@@ -158,7 +167,7 @@ bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, co
         check_layer(c, p->layer, p->n_kv_heads, p->head_dim, p->v_dim, "rope_store", err);
     if (!st) st = fits(q_out, c->s.n_rows, q_cols, "rope_store", err);
     if (!st) st = fits(qkv, c->s.n_rows, cols, "rope_store", err);
-    if (!st && p->rope) st = freq_of(c, p->rope, &freq, err);
+    if (!st && p->rope) st = bg_cuda_freq(c, p->rope, &freq, err);
     if (st) return st;
     q_out->layout = c->att.fast ? BGK_HALF_ROWS : BGK_ROWS;
     return bg_cuda_done(err,

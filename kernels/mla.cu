@@ -1,0 +1,718 @@
+/* kernels/mla.cu - attention over latents (DeepSeek-V2, arXiv:2405.04434), absorbed, on Hopper.
+ *
+ *   requires  bgk_mla_fits(); q_lat in BGK_HALF_ROWS, q in BGK_TILES; scale > 0
+ *   launch    a block an item, N of its (token, head) pairs (a token's heads beside each other) and
+ *             split: two warpgroups that work and one that brings keys; may start early
+ *   layout    keys, later values, are wgmma's A, both from the one copy of the latents in shared
+ *             memory: S^T [64 keys, N] = K Q^T, O^T [512, N] = V^T P^T. Warpgroup w sums half of
+ * the dims of S and has dims 256 w and on of O. So 8 heads cost N = 8, not 64 rows memory    two
+ * stages of 64 keys; Q, P and S in shared memory, O in registers order     S is the sum of both
+ * halves. In a unit of BGK_MLA_UNIT keys: running maximum, O and l times its change, plus the next
+ * 64 keys' (P in 16 bits; l by a binary tree). Units are merged as in attention.cuh. Keys that a
+ * row does not see have P = 0 and leave its maximum as it is spread    where items are fewer than
+ * processors, units are spread over blocks; a unit's own (m, l, O) goes to `parts`, and a second
+ * kernel merges them proof     tests/gpu/test_mla.c */
+#include "mla.cuh"
+#include "wgmma.cuh"
+
+namespace
+{
+
+constexpr int KEYS = 64, PANEL = KEYS * 128, STAGE = MLA_PANELS * PANEL, STAGES = 2;
+constexpr int UNIT_TILES = BGK_MLA_UNIT / KEYS;
+constexpr int WORKERS = 256, BRINGERS = 128, BLOCK = WORKERS + BRINGERS;
+constexpr int PITCH = KEYS + 4;                /* floats between rows of S: no bank conflicts */
+constexpr int OUT_PITCH = MLA_LATENT * 2 + 16; /* bytes between rows of the result */
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct mla_args {
+    bgk_out out;
+    bgk_mla a;
+    bgk_rows rows;         /* blocks; of selected rows also pos, seq, block0 */
+    const bgk_item *items; /* NULL: all rows, by themselves */
+    bgk_selected s;
+    float *parts; /* O: [part, head, 512]; then (m, l): [part, head] */
+    int parts_cap, splits, row_tiles;
+    bool many; /* items of many tokens */
+    int64_t block_bytes;
+};
+
+template <int N> struct mla_shape {
+    static constexpr int Q = STAGES * STAGE, P = Q + MLA_PANELS * N * 128, S = P + N * 128;
+    static constexpr int FACTORS =
+        S + 2 * N * PITCH * 4; /* alpha, old, add, end: [N] floats each */
+    static constexpr int BARS = FACTORS + 4 * N * 4, BYTES = BARS + 2 * STAGES * 8 + 1024;
+    static constexpr int THREADS = WORKERS / N, MINE = KEYS / THREADS; /* of a row of S; its keys */
+};
+
+/* ---- an item ----------------------------------------------------------------------------------
+ */
+
+__device__ bgk_item item_of(const mla_args &a, int i)
+{
+    if (a.items) {
+        const int4 raw = *(const int4 *)(a.items + i);
+        return {raw.x, raw.y, raw.z, raw.w};
+    }
+    const int units = (a.s.top_k + BGK_MLA_UNIT - 1) / BGK_MLA_UNIT;
+    return {i, a.rows.pos[i], a.rows.block0[a.rows.seq[i]], i * units};
+}
+
+/* The keys of a row's list; 0: it sees all up to its position. */
+__device__ int listed_of(const mla_args &a, const bgk_item &item)
+{
+    return a.s.list && item.pos0 >= 0 ? max(a.s.count[item.row0], 0) : 0;
+}
+
+/* Over how many blocks an item's units are spread, and how many each has. */
+struct spreading {
+    int splits, each;
+};
+
+__device__ spreading spread_of(const mla_args &a, const bgk_item &item, int units)
+{
+    int splits = a.many ? 1 : min(a.splits, units);
+    if (splits > 1 && item.n > a.parts_cap - units) splits = 1;
+    const int each = (units + splits - 1) / splits;
+    return {(units + each - 1) / each, each};
+}
+
+__device__ float2 *part_ml(const mla_args &a)
+{
+    return (float2 *)(a.parts + (int64_t)a.parts_cap * a.a.n_heads * MLA_LATENT);
+}
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+/* ---- wgmma, both operands in shared memory -----------------------------------------------------
+ */
+
+/* d (m64 nN) = a b, or += where more. TA: A lies with M contiguous. */
+template <typename T, int N, int TA>
+__device__ inline void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int more);
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R8    "%0, %1, %2, %3"
+#define R16   R8 ", %4, %5, %6, %7"
+#define R32   R16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MULTIPLY(T, TYPE, N, TA, REGS, A, B, MORE, ...)                                           \
+    template <>                                                                                   \
+    __device__ inline void multiply<T, N, TA>(float(&d)[N / 2], uint64_t a, uint64_t b, int more) \
+    {                                                                                             \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " MORE ", 0;\n"                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS    \
+                     "}, " A ", " B ", p, 1, 1, " #TA ", 0;\n}\n"                                 \
+                     : __VA_ARGS__                                                                \
+                     : "l"(a), "l"(b), "r"(more));                                                \
+    }
+#define MULTIPLY_ALL(T, TYPE, TA)                                   \
+    MULTIPLY(T, TYPE, 8, TA, R8, "%4", "%5", "%6", D4(0))           \
+    MULTIPLY(T, TYPE, 16, TA, R16, "%8", "%9", "%10", D4(0), D4(4)) \
+    MULTIPLY(T, TYPE, 32, TA, R32, "%16", "%17", "%18", D4(0), D4(4), D4(8), D4(12))
+MULTIPLY_ALL(__half, "f16", 0)
+MULTIPLY_ALL(__half, "f16", 1)
+MULTIPLY_ALL(__nv_bfloat16, "bf16", 0)
+MULTIPLY_ALL(__nv_bfloat16, "bf16", 1)
+
+/* 64 values of M contiguous in a row of 128 bytes, rows along K, swizzled, 8 rows = 1024 bytes. */
+__device__ inline uint64_t transposed_desc(uint32_t shared)
+{
+    return (uint64_t)((shared & 0x3ffff) >> 4) | (uint64_t)(1024 >> 4) << 16 |
+           (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* What ordinary stores wrote is seen by wgmma and bulk copies that come after. */
+__device__ inline void fence_async()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void workers_meet()
+{
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+}
+
+/* Arrives once the thread's copies so far have come. */
+__device__ inline void arrive_with_copies(uint32_t bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ inline void put16(uint32_t at, uint4 v)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+__device__ inline void put_float(uint32_t at, float v)
+{
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+
+__device__ inline float2 get_float2(uint32_t at)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
+template <typename T> __device__ inline void put_value(uint32_t at, float v)
+{
+    uint16_t bits;
+    if constexpr (std::is_same<T, __half>::value) {
+        const __half h = tile_half(v);
+        bits = *(const uint16_t *)&h;
+    } else {
+        const __nv_bfloat16 h = __float2bfloat16_rn(v);
+        bits = *(const uint16_t *)&h;
+    }
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(bits) : "memory");
+}
+
+/* ---- keys to a stage ---------------------------------------------------------------------------
+ */
+
+struct key_source {
+    const char *layer; /* its first block */
+    const int32_t *table;
+    int64_t block_bytes;
+    int block_tokens;
+};
+
+/* `left` (1..64) keys from key0 on, by the lanes of a warp. */
+__device__ inline void bring(uint32_t stage, uint32_t bar, const key_source &k, int key0, int left,
+                             int lane)
+{
+    const int each = min(k.block_tokens, KEYS), n = (left + each - 1) / each * MLA_PANELS;
+    if (lane == 0) mbar_expect(bar, (uint32_t)(left * MLA_PANELS * 128));
+    __syncwarp();
+    for (int i = lane; i < n; i += 32) {
+        const int b = i / MLA_PANELS, panel = i % MLA_PANELS, key = key0 + b * each;
+        const char *from = k.layer + k.table[key / k.block_tokens] * k.block_bytes +
+                           ((int64_t)panel * k.block_tokens + key % k.block_tokens) * 128;
+        ptx_bulk_copy(stage + panel * PANEL + b * each * 128, from,
+                      (uint32_t)(min(each, left - b * each) * 128), bar);
+    }
+}
+
+/* `left` keys by their positions, the rest becomes zeros: 16 of the 64 for each of four warps. */
+__device__ inline void bring_listed(uint32_t stage, uint32_t bar, const key_source &k,
+                                    const int32_t *list, int left, int warp, int lane)
+{
+    const int mine = warp * 16 + lane % 16, pos = mine < left ? list[mine] : 0;
+    const long long block =
+        (long long)(k.layer + (mine < left ? k.table[pos / k.block_tokens] * k.block_bytes : 0));
+    const int token = pos % k.block_tokens, p = lane % 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int from_lane = 4 * i + lane / 8, key = warp * 16 + from_lane;
+        const int t = __shfl_sync(0xffffffffu, token, from_lane);
+        const char *from = (const char *)__shfl_sync(0xffffffffu, block, from_lane) + t * 128 +
+                           ((p ^ (t & 7)) << 4);
+        const uint32_t to = stage + (uint32_t)(key * 128 + ((p ^ (key & 7)) << 4));
+#pragma unroll
+        for (int panel = 0; panel < MLA_PANELS; panel++)
+            att_copy16(to + panel * PANEL, from + (int64_t)panel * k.block_tokens * 128,
+                       key < left);
+    }
+    arrive_with_copies(bar);
+}
+
+/* ---- queries -----------------------------------------------------------------------------------
+ */
+
+/* Rows pair0 .. pair0 + N of Q to panels [N][64], 0 from n_pairs on. */
+template <typename T, int N>
+__device__ void load_q(uint32_t to, const bgk_mla &a, const bgk_item &item, int pair0, int n_pairs,
+                       int thread)
+{
+#pragma unroll 4
+    for (int i = thread; i < N * 64; i += WORKERS) {
+        const int r = i / 64, piece = i % 64, pair = pair0 + r;
+        uint4 v = {};
+        if (pair < n_pairs) {
+            const int token = pair / a.n_heads, head = pair - token * a.n_heads;
+            v = *(const uint4 *)((const __half *)a.q_lat.data +
+                                 (item.row0 + token) * a.q_lat.stride + head * MLA_LATENT +
+                                 piece * 8);
+        }
+        if constexpr (!std::is_same<T, __half>::value) {
+            uint32_t *w = (uint32_t *)&v;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 f = __half22float2(*(const __half2 *)&w[j]);
+                w[j] = att_pack<T>(f.x, f.y);
+            }
+        }
+        put16(to + (uint32_t)(piece / 8 * N * 128 + r * 128 + (((piece % 8) ^ (r & 7)) << 4)), v);
+    }
+    const int i = thread % 32, head_dim = a.nope + MLA_ROPE;
+    const int lo = a.rope.neox ? i : 2 * i, hi = a.rope.neox ? i + 32 : 2 * i + 1;
+    const uint32_t last = to + (MLA_PANELS - 1) * N * 128;
+    for (int r = thread / 32; r < N; r += WORKERS / 32) {
+        const int pair = pair0 + r;
+        float2 v = {0, 0};
+        if (pair < n_pairs) {
+            const int token = pair / a.n_heads, head = pair - token * a.n_heads;
+            const int row = item.row0 + token, col = head * head_dim + a.nope;
+            const __half *q = (const __half *)a.q.data;
+            v = mla_turn(__half2float(q[tile_at(a.q.stride, row, col + lo)]),
+                         __half2float(q[tile_at(a.q.stride, row, col + hi)]), item.pos0 + token,
+                         a.rope.freq[i], a.rope.mscale);
+        }
+        put_value<T>(last + (uint32_t)(r * 128 + (((lo / 8) ^ (r & 7)) << 4) + lo % 8 * 2), v.x);
+        put_value<T>(last + (uint32_t)(r * 128 + (((hi / 8) ^ (r & 7)) << 4) + hi % 8 * 2), v.y);
+    }
+}
+
+/* ---- softmax -----------------------------------------------------------------------------------
+ */
+
+/* A row's running state, as each of its threads has it. */
+struct row_state {
+    float m, l, all_m, all_l; /* of the unit; of the units before */
+};
+
+/* The thread's MINE keys of row `row`, from key k0 of the tile on, of which the first `seen` are
+ * seen: P to `p`, the row's factors to `factors`. */
+template <typename T, int N>
+__device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t factors, int row,
+                               int k0, int seen, float by, bool unit_begins, bool unit_ends)
+{
+    using L = mla_shape<N>;
+    float v[L::MINE];
+#pragma unroll
+    for (int i = 0; i < L::MINE; i += 2) {
+        const float2 a = get_float2(s + (uint32_t)((row * PITCH + k0 + i) * 4));
+        const float2 b = get_float2(s + (uint32_t)(((N + row) * PITCH + k0 + i) * 4));
+        v[i] = __fadd_rn(a.x, b.x);
+        v[i + 1] = __fadd_rn(a.y, b.y);
+    }
+    float most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < L::MINE; i++) {
+        if (k0 + i >= seen) v[i] = -INFINITY;
+        most = fmaxf(most, v[i]);
+    }
+#pragma unroll
+    for (int d = 1; d < L::THREADS; d *= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    if (unit_begins) {
+        x.m = -INFINITY;
+        x.l = 0;
+    }
+    const float m = fmaxf(x.m, __fmul_rn(most, by)), base = m == -INFINITY ? 0.0f : -m;
+    const float alpha = att_exp2(__fadd_rn(x.m, base));
+    float sum[L::MINE];
+#pragma unroll
+    for (int i = 0; i < L::MINE; i++)
+        sum[i] = v[i] = att_exp2(__fmaf_rn(v[i], by, base));
+#pragma unroll
+    for (int d = 1; d < L::MINE; d *= 2)
+#pragma unroll
+        for (int i = 0; i < L::MINE; i += 2 * d)
+            sum[i] = __fadd_rn(sum[i], sum[i + d]);
+#pragma unroll
+    for (int d = 1; d < L::THREADS; d *= 2)
+        sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xffffffffu, sum[0], d));
+    x.m = m;
+    x.l = __fmaf_rn(x.l, alpha, sum[0]);
+    const uint32_t to = p + (uint32_t)(row * 128 + (((k0 / 8) ^ (row & 7)) << 4) + k0 % 8 * 2);
+#pragma unroll
+    for (int i = 0; i < L::MINE; i += 2)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + 2 * i), "r"(att_pack<T>(v[i], v[i + 1]))
+                     : "memory");
+    att_weights w = {};
+    if (unit_ends) {
+        w = att_merge(x.all_m, x.m);
+        x.all_l = att_merged(x.all_l, x.l, w);
+    }
+    if (k0) return;
+    put_float(factors + row * 4, alpha);
+    if (!unit_ends) return;
+    put_float(factors + (N + row) * 4, w.old);
+    put_float(factors + (2 * N + row) * 4, w.add);
+    put_float(factors + (3 * N + row) * 4, __fdiv_rn(1.0f, x.all_l));
+}
+
+/* d *= the rows' factors. */
+template <int N> __device__ inline void scale_rows(float (&d)[4][N / 2], uint32_t factors, int lane)
+{
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+        const float2 f = get_float2(factors + (uint32_t)((8 * j + lane % 4 * 2) * 4));
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                d[m][4 * j + e] = __fmul_rn(d[m][4 * j + e], e % 2 ? f.y : f.x);
+    }
+}
+
+/* all = all * old + d * add */
+template <int N>
+__device__ inline void merge_rows(float (&all)[4][N / 2], const float (&d)[4][N / 2], uint32_t old,
+                                  uint32_t add, int lane)
+{
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+        const float2 o = get_float2(old + (uint32_t)((8 * j + lane % 4 * 2) * 4));
+        const float2 a = get_float2(add + (uint32_t)((8 * j + lane % 4 * 2) * 4));
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                all[m][4 * j + e] =
+                    att_merged(all[m][4 * j + e], d[m][4 * j + e],
+                               e % 2 ? att_weights{o.y, a.y} : att_weights{o.x, a.x});
+    }
+}
+
+/* ---- results -----------------------------------------------------------------------------------
+ */
+
+/* f(row, dim, value) for all values that the thread has of O. */
+template <int N, typename F>
+__device__ inline void each_value(const float (&o)[4][N / 2], int thread, F f)
+{
+    const int lane = thread % 32, dim0 = thread / 128 * 256 + thread / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                f(8 * j + lane % 4 * 2 + e % 2, dim0 + 64 * m + e / 2 * 8, o[m][4 * j + e]);
+}
+
+template <int N>
+__device__ void store_result(const mla_args &a, const float (&o)[4][N / 2], const bgk_item &item,
+                             int pair0, int n_pairs, unsigned char *room, int thread)
+{
+    const int heads = a.a.n_heads;
+    if (a.out.layout != BGK_TILES) {
+        each_value<N>(o, thread, [&](int r, int dim, float v) {
+            const int pair = pair0 + r, token = pair / heads;
+            if (pair < n_pairs)
+                ((float *)a.out.data)[(item.row0 + token) * a.out.stride +
+                                      (pair - token * heads) * MLA_LATENT + dim] = v;
+        });
+        return;
+    }
+    workers_meet(); /* all have multiplied: stages are free */
+    each_value<N>(o, thread, [&](int r, int dim, float v) {
+        const int row = item.row0 + (pair0 + r) / heads, i = dim % 32;
+        *(__half *)(room + r * OUT_PITCH + dim / 64 * 128 + ((i / 4) ^ (row & 7)) * 16 +
+                    (i % 4 * 2 + dim % 64 / 32) * 2) = tile_half(v);
+    });
+    workers_meet();
+    for (int i = thread; i < N * 64; i += WORKERS) {
+        const int r = i / 64, pair = pair0 + r, token = pair / heads, head = pair - token * heads;
+        if (pair >= n_pairs) break;
+        __half *to = (__half *)a.out.data +
+                     ((int64_t)(head * 8 + i % 64 / 8) * a.out.stride + item.row0 + token) * 64;
+        *(uint4 *)(to + i % 8 * 8) = *(const uint4 *)(room + r * OUT_PITCH + i % 64 * 16);
+    }
+}
+
+#endif
+
+/* ---- the kernel --------------------------------------------------------------------------------
+ */
+
+template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_latents(mla_args a)
+{
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    using L = mla_shape<N>;
+    extern __shared__ unsigned char dynamic[];
+    const uint32_t base = (ptx_shared(dynamic) + 1023) & ~1023u;
+    const uint32_t full = base + L::BARS, empty = full + 8 * STAGES;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits;
+    if (a.s.list) ptx_wait_prior();
+    const bgk_item item = item_of(a, blockIdx.y);
+    const int listed = listed_of(a, item);
+    const int heads = a.a.n_heads, n_pairs = (a.many ? item.n : 1) * heads;
+    const int pair0 = (a.many ? a.row_tiles - 1 - tile : tile) * N;
+    if (pair0 >= n_pairs || item.pos0 < 0) return;
+    const int pos_hi = item.pos0 + (min(pair0 + N, n_pairs) - 1) / heads;
+    const int n_keys = listed ? listed : pos_hi + 1;
+    const int n_tiles = (n_keys + KEYS - 1) / KEYS;
+    const int units = (n_tiles + UNIT_TILES - 1) / UNIT_TILES;
+    const spreading spread = spread_of(a, item, units);
+    if (split >= spread.splits) return;
+    const int begin = split * spread.each * UNIT_TILES;
+    const int end = min(n_tiles, begin + spread.each * UNIT_TILES);
+
+    if (thread == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(full + 8 * i, listed ? BRINGERS : 1);
+            mbar_init(empty + 8 * i, WORKERS / 32);
+        }
+        mbar_init_fence();
+    }
+    __syncthreads();
+
+    if (warp >= WORKERS / 32) {
+        ptx_fewer_registers<56>();
+        if (!listed && warp > WORKERS / 32) return;
+        const bgk_cache &c = a.a.cache;
+        const key_source keys = {mla_block(c, a.a.layer, 0, a.block_bytes),
+                                 a.rows.blocks + item.block0, a.block_bytes, c.block_tokens};
+        bool waited = a.s.list != NULL;
+        for (int t = begin; t < end; t++) {
+            const int n = t - begin, stage = n % STAGES, left = min(KEYS, n_keys - t * KEYS);
+            if (n >= STAGES) mbar_wait(empty + 8 * stage, (n / STAGES - 1) & 1);
+            /* Tables came with the step's copy, and keys before the item's first are from earlier
+             * steps: nothing that the kernel before writes. */
+            if (!waited && (t + 1) * KEYS > item.pos0) {
+                ptx_wait_prior();
+                waited = true;
+            }
+            if (listed)
+                bring_listed(base + stage * STAGE, full + 8 * stage, keys,
+                             a.s.list + (int64_t)item.row0 * a.s.top_k + t * KEYS, left,
+                             warp - WORKERS / 32, lane);
+            else
+                bring(base + stage * STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
+        }
+        if (listed) ptx_copy_wait<0>();
+        return;
+    }
+
+    ptx_more_registers<224>();
+    ptx_wait_prior();
+    ptx_let_next_start();
+    load_q<T, N>(base + L::Q, a.a, item, pair0, n_pairs, thread);
+    fence_async();
+    workers_meet();
+
+    const int wg = __shfl_sync(0xffffffffu, thread / 128, 0); /* in a uniform register */
+    const int row = thread / L::THREADS, k0 = thread % L::THREADS * L::MINE;
+    const int last_key =
+        listed ? listed - 1 : item.pos0 + min(pair0 + row, n_pairs - 1) / heads; /* that row sees */
+    const float by = __fmul_rn(a.a.scale, LOG2E);
+    row_state state = {-INFINITY, 0, -INFINITY, 0};
+    float o[4][N / 2] = {}, all[4][N / 2] = {};
+    const uint32_t factors = base + L::FACTORS;
+    for (int t = begin; t < end; t++) {
+        const int n = t - begin, stage = n % STAGES, left = n_keys - t * KEYS;
+        const uint32_t at = base + stage * STAGE;
+        mbar_wait(full + 8 * stage, n / STAGES & 1);
+        if (listed) fence_async();                /* the copies were ordinary ones */
+        if (left < KEYS && !listed && n < STAGES) /* what was never written may be NaN */
+            for (int i = thread; i < (KEYS - left) * 64; i += WORKERS)
+                put16(at + (uint32_t)(i % 8 * PANEL + left * 128 + i / 8 * 16), uint4{});
+
+        float s[N / 2] = {};
+        wgmma_fence();
+        {
+            const uint64_t k = wgmma_desc(at + wg * 4 * PANEL);
+            const uint64_t q = wgmma_desc(base + L::Q + wg * 4 * N * 128);
+#pragma unroll
+            for (int i = 0; i < 16; i++)
+                multiply<T, N, 0>(s, k + (i / 4 * PANEL + i % 4 * 32) / 16,
+                                  q + (i / 4 * N * 128 + i % 4 * 32) / 16, i > 0);
+            const uint64_t rope_k = wgmma_desc(at + 8 * PANEL + wg * 64);
+            const uint64_t rope_q = wgmma_desc(base + L::Q + 8 * N * 128 + wg * 64);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                multiply<T, N, 0>(s, rope_k + i * 2, rope_q + i * 2, 1);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                put_float(base + L::S +
+                              (uint32_t)(((wg * N + 8 * j + lane % 4 * 2 + e % 2) * PITCH +
+                                          warp % 4 * 16 + lane / 4 + e / 2 * 8) *
+                                         4),
+                          s[4 * j + e]);
+        workers_meet();
+        const bool begins = t % UNIT_TILES == 0, ends = t + 1 == end || (t + 1) % UNIT_TILES == 0;
+        softmax<T, N>(state, base + L::S, base + L::P, factors, row, k0, last_key + 1 - t * KEYS,
+                      by, begins, ends);
+        fence_async();
+        workers_meet();
+        if (!begins) scale_rows<N>(o, factors, lane);
+        wgmma_fence();
+        {
+            const uint64_t v = transposed_desc(at + wg * 4 * PANEL), p = wgmma_desc(base + L::P);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+                    multiply<T, N, 1>(o[m], v + (m * PANEL + i * 2048) / 16, p + i * 2,
+                                      i > 0 || !begins);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        __syncwarp();
+        if (lane == 0) mbar_arrive(empty + 8 * stage);
+        if (!ends) continue;
+        if (spread.splits == 1) {
+            merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
+            continue;
+        }
+        const int64_t part = (int64_t)(item.n + t / UNIT_TILES) * heads;
+        each_value<N>(o, thread, [&](int r, int dim, float v) {
+            if (pair0 + r < n_pairs) a.parts[(part + pair0 + r) * MLA_LATENT + dim] = v;
+        });
+        if (k0 == 0 && pair0 + row < n_pairs)
+            part_ml(a)[part + pair0 + row] = make_float2(state.m, state.l);
+    }
+    if (spread.splits > 1) return;
+    scale_rows<N>(all, factors + 3 * N * 4, lane);
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int i = 0; i < N / 2; i++)
+            all[m][i] = __fadd_rn(all[m][i], 0.0f); /* -0: unseen keys may have made it 0 */
+    store_result<N>(a, all, item, pair0, n_pairs, dynamic + (base - ptx_shared(dynamic)), thread);
+#endif
+}
+
+/* Units' parts to the result: a block an item and head, a thread four columns. */
+constexpr int COMBINE = MLA_LATENT / 4, AHEAD = 8;
+
+__global__ void __launch_bounds__(COMBINE) combine_latents(mla_args a)
+{
+    ptx_wait_prior();
+    ptx_let_next_start();
+    const bgk_item item = item_of(a, blockIdx.y);
+    if (item.pos0 < 0) return;
+    const int listed = listed_of(a, item), n_keys = listed ? listed : item.pos0 + 1;
+    const int units = (n_keys + BGK_MLA_UNIT - 1) / BGK_MLA_UNIT;
+    if (spread_of(a, item, units).splits == 1) return;
+    const int head = blockIdx.x, heads = a.a.n_heads, col = threadIdx.x * 4;
+    float m = -INFINITY, l = 0;
+    float4 o = {};
+    for (int unit = 0; unit < units; unit += AHEAD) {
+        float2 ml[AHEAD];
+        float4 v[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (unit + i >= units) continue;
+            const int64_t part = (int64_t)(item.n + unit + i) * heads + head;
+            ml[i] = part_ml(a)[part];
+            v[i] = *(const float4 *)(a.parts + part * MLA_LATENT + col);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (unit + i >= units) continue;
+            const att_weights w = att_merge(m, ml[i].x);
+            l = att_merged(l, ml[i].y, w);
+            o.x = att_merged(o.x, v[i].x, w);
+            o.y = att_merged(o.y, v[i].y, w);
+            o.z = att_merged(o.z, v[i].z, w);
+            o.w = att_merged(o.w, v[i].w, w);
+        }
+    }
+    const float f = __fdiv_rn(1.0f, l);
+    put(a.out, item.row0, head * MLA_LATENT + col, __fadd_rn(__fmul_rn(o.x, f), 0.0f));
+    put(a.out, item.row0, head * MLA_LATENT + col + 1, __fadd_rn(__fmul_rn(o.y, f), 0.0f));
+    put(a.out, item.row0, head * MLA_LATENT + col + 2, __fadd_rn(__fmul_rn(o.z, f), 0.0f));
+    put(a.out, item.row0, head * MLA_LATENT + col + 3, __fadd_rn(__fmul_rn(o.w, f), 0.0f));
+}
+
+/* ---- launches ----------------------------------------------------------------------------------
+ */
+
+template <typename T, int N>
+cudaError_t launch(mla_args a, int n, int pairs, int n_sms, cudaStream_t stream)
+{
+    using L = mla_shape<N>;
+    static const cudaError_t ready = att_shared_memory(attend_latents<T, N>, L::BYTES);
+    if (ready != cudaSuccess) return ready;
+    a.row_tiles = (pairs + N - 1) / N;
+    const int splits = a.parts_cap && !a.many ? n_sms / (n * a.row_tiles) : 1;
+    a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
+    const cudaError_t e =
+        launch_after(attend_latents<T, N>, dim3((unsigned)(a.row_tiles * a.splits), (unsigned)n),
+                     BLOCK, L::BYTES, stream, a);
+    if (e != cudaSuccess || a.splits == 1) return e;
+    return launch_after(combine_latents, dim3((unsigned)a.a.n_heads, (unsigned)n), COMBINE, 0,
+                        stream, a);
+}
+
+template <typename T>
+cudaError_t launch_rows(const mla_args &a, int n, int n_sms, cudaStream_t stream)
+{
+    const int pairs = (a.many ? BGK_MLA_TOKENS : 1) * a.a.n_heads;
+    if (pairs <= 8) return launch<T, 8>(a, n, pairs, n_sms, stream);
+    if (pairs <= 16) return launch<T, 16>(a, n, pairs, n_sms, stream);
+    return launch<T, 32>(a, n, pairs, n_sms, stream);
+}
+
+cudaError_t launch_any(mla_args a, int n, void *parts, size_t parts_bytes, int n_sms,
+                       cudaStream_t stream)
+{
+    const bgk_mla *m = &a.a;
+    if (!bgk_mla_fits(&m->cache) || bad_attention_out(&a.out) || !(m->scale > 0) || n < 0 ||
+        n > 65535 || n_sms < 1 || (uintptr_t)a.items % 16 || (uintptr_t)parts % 16 ||
+        m->layer < 0 || m->n_heads < 0 || m->nope < 0 || m->rope.n_rot != MLA_ROPE ||
+        m->q_lat.layout != BGK_HALF_ROWS || m->q_lat.stride % 8 || (uintptr_t)m->q_lat.data % 16 ||
+        m->q.layout != BGK_TILES || m->q.stride % BGK_TILE_ROWS || (uintptr_t)m->q.data % 1024)
+        return cudaErrorInvalidValue;
+    if (!n || !m->n_heads) return cudaSuccess;
+    const size_t part = (size_t)m->n_heads * (MLA_LATENT + 2) * sizeof(float);
+    const size_t cap = parts ? parts_bytes / part : 0;
+    a.parts = (float *)parts;
+    a.parts_cap = (int)(cap < 1u << 30 ? cap : 1u << 30);
+    a.splits = 1;
+    a.block_bytes = (int64_t)bgk_mla_block_bytes(&m->cache);
+    return m->cache.type == BGK_F16 ? launch_rows<__half>(a, n, n_sms, stream)
+                                    : launch_rows<__nv_bfloat16>(a, n, n_sms, stream);
+}
+
+} // namespace
+
+bool bgk_mla_fits(const bgk_cache *c)
+{
+    static const bool hopper = [] {
+        int device = 0, major = 0;
+        return cudaGetDevice(&device) == cudaSuccess &&
+               cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+                   cudaSuccess &&
+               major == 9;
+    }();
+    const int b = c->block_tokens;
+    return hopper && (c->type == BGK_F16 || c->type == BGK_BF16) && c->n_kv_heads == 1 &&
+           c->v_dim == MLA_LATENT && c->k_dim == MLA_LATENT + MLA_ROPE && b >= 8 && b % 8 == 0 &&
+           (KEYS % b == 0 || b % KEYS == 0);
+}
+
+size_t bgk_mla_block_bytes(const bgk_cache *c)
+{
+    const size_t value = c->type == BGK_F32 ? 4 : 2;
+    return (size_t)c->block_tokens * (size_t)c->k_dim * value;
+}
+
+cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
+                           const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,
+                           cudaStream_t stream)
+{
+    const mla_args args = {.out = *out, .a = *a, .rows = {.blocks = blocks}, .items = items};
+    return launch_any(args, n, parts, parts_bytes, n_sms, stream);
+}
+
+cudaError_t bgk_mla_tiles(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
+                          const bgk_item *items, int n, cudaStream_t stream)
+{
+    mla_args args = {.out = *out, .a = *a, .rows = {.blocks = blocks}, .items = items};
+    args.many = true;
+    return launch_any(args, n, NULL, 0, 1, stream);
+}
+
+cudaError_t bgk_mla_selected(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
+                             const bgk_selected *s, void *parts, size_t parts_bytes, int n_sms,
+                             cudaStream_t stream)
+{
+    if (!s->list || !s->count || s->top_k < 1) return cudaErrorInvalidValue;
+    mla_args args = {.out = *out, .a = *a, .rows = *r};
+    args.s = *s;
+    return launch_any(args, r->rows, parts, parts_bytes, n_sms, stream);
+}

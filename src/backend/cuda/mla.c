@@ -1,0 +1,257 @@
+/* backend/cuda/mla.c - multi-head latent attention: the latent cache, the indexer's keys, and ops
+ * on them.
+ *
+ * Latents of 512 + 64 values in 16 bits are read on tensor cores; others by plain kernels. With an
+ * indexer, rows are attended to one by one as soon as one of the step may see fewer keys than there
+ * are; in graphs, which know no positions, always. Either way a row's bits are the same. */
+#include "backend/cuda/cuda.h"
+
+#include "backend/cost.h"
+
+/* For parts of softmaxes: one sequence of 300k tokens and 32 heads fits. */
+enum { PARTS_BYTES = 80 << 20 };
+/* For scores of the indexer, a slice of the step's rows at a time. */
+enum { SCORES_BYTES = 64 << 20 };
+
+static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
+{
+    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
+    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
+                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
+                   (long long)cols);
+}
+
+/* ---- the cache ------------------------------------------------------------------------------- */
+
+/* Room for the scores of so many rows. */
+static int slice_rows(const bg_cuda *c)
+{
+    const int64_t rows = SCORES_BYTES / ((int64_t)sizeof(float) * c->config.max_ctx);
+    return rows < 1 ? 1 : rows < c->config.max_tokens ? (int)rows : c->config.max_tokens;
+}
+
+static bg_status index_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err)
+{
+    struct bg_cuda_index *x = &c->index;
+    const size_t elem = c->cache.type == BGK_F32 ? 4 : 2, rows = (size_t)c->config.max_tokens;
+    const size_t keys = (size_t)spec->n_index * (size_t)spec->n_blocks *
+                        (size_t)spec->block_tokens * (size_t)spec->index_dim;
+    x->n_layers = spec->n_index;
+    x->dim = spec->index_dim;
+    x->top_k = spec->index_top_k;
+    if (x->top_k < 1 || x->dim < 2) return bg_fail(err, BG_INTERNAL, "an indexer of nothing");
+    bg_status st = bg_cuda_take(c, &x->keys, keys * elem, "indexer's keys", err);
+    if (!st)
+        st = bg_cuda_take(c, &x->list, rows * (size_t)x->top_k * sizeof *x->list, "selected keys",
+                          err);
+    if (!st) st = bg_cuda_take(c, &x->count, rows * sizeof *x->count, "selected keys", err);
+    if (!st && c->config.max_ctx > x->top_k)
+        st = bg_cuda_take(c, &x->scores,
+                          (size_t)slice_rows(c) * (size_t)c->config.max_ctx * sizeof *x->scores,
+                          "indexer", err);
+    return st;
+}
+
+bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err)
+{
+    bgk_cache *cache = &c->cache;
+    if (spec->n_kv_heads != 1 || spec->v_dim != spec->latent)
+        return bg_fail(err, BG_INTERNAL, "a latent cache of %d heads of %d and %d values",
+                       spec->n_kv_heads, spec->k_dim, spec->v_dim);
+    c->mla.latent = true;
+    c->mla.fast = bgk_mla_fits(cache);
+    if (cache->type == BGK_Q8 && !c->mla.fast)
+        return bg_fail(err, BG_ARG,
+                       "KV cache: q8 is not there for these latents, of %d and %d "
+                       "values: use f16",
+                       spec->v_dim, spec->k_dim - spec->v_dim);
+    const size_t bytes =
+        (size_t)spec->n_layers * (size_t)spec->n_blocks * bgk_mla_block_bytes(cache);
+    bg_status st = bg_cuda_take(c, &cache->k, bytes, "KV cache", err);
+    if (!st)
+        st = bg_cuda_done(
+            err, cudaDeviceGetAttribute(&c->att.n_sms, cudaDevAttrMultiProcessorCount, c->device),
+            "processors of the GPU");
+    if (!st && c->mla.fast) {
+        c->att.parts_bytes = PARTS_BYTES;
+        st = bg_cuda_take(c, &c->att.parts, PARTS_BYTES, "attention", err);
+    }
+    if (!st && spec->n_index) st = index_new(c, spec, err);
+    return st;
+}
+
+static bg_status check_layer(const bg_cuda *c, int layer, int rank, int n_rot, const char *op,
+                             bg_error *err)
+{
+    if (c->mla.latent && layer >= 0 && layer < c->n_layers && rank == c->cache.v_dim &&
+        rank + n_rot == c->cache.k_dim)
+        return BG_OK;
+    return bg_fail(err, BG_INTERNAL,
+                   "op %s: layer %d with latents of %d and %d does not fit the cache: %d layers of "
+                   "%d and %d",
+                   op, layer, rank, n_rot, c->n_layers, c->cache.v_dim,
+                   c->cache.k_dim - c->cache.v_dim);
+}
+
+static bg_status rotation_of(bg_cuda *c, const bg_rope *rope, bgk_rotation *out, bg_error *err)
+{
+    *out = (bgk_rotation){.n_rot = rope->n_rot, .neox = rope->neox, .mscale = rope->mscale};
+    return bg_cuda_freq(c, rope, &out->freq, err);
+}
+
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                            bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    bgk_rotation rope;
+    const int64_t cols = (int64_t)p->q_rank + p->kv_rank + p->rope->n_rot;
+    bg_status st = check_layer(c, p->layer, p->kv_rank, p->rope->n_rot, "mla_store", err);
+    if (!st && p->q_rank) st = fits(qa, c->s.n_rows, p->q_rank, "mla_store", err);
+    if (!st) st = fits(in, c->s.n_rows, cols, "mla_store", err);
+    if (!st) st = rotation_of(c, p->rope, &rope, err);
+    if (st) return st;
+    const bgk_out out = p->q_rank ? bg_cuda_out(qa) : (bgk_out){0};
+    return bg_cuda_done(err,
+                        bgk_mla_store(&out, in->data, in->cols, &c->cache, &c->rows, p->layer,
+                                      p->q_rank, p->q_rank ? p->q_norm->data : NULL,
+                                      p->kv_norm->data, p->norm_eps, &rope, c->stream),
+                        "op mla_store");
+}
+
+bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
+                            bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    q_lat->layout = c->tiled ? BGK_HALF_ROWS : BGK_ROWS;
+    return bg_cuda_linear(b, q_lat, k_b, q, c->s.n_rows, err);
+}
+
+/* Whether some row of the step may see fewer keys than there are. */
+static bool selects(const bg_cuda *c)
+{
+    const int top_k = c->index.top_k;
+    if (c->config.max_ctx <= top_k) return false;
+    if (c->capturing || !c->s.n_block_ids) return true; /* or the step before a capture */
+    for (int i = 0; i < c->s.n_seqs; i++)
+        if (c->s.seqs[i].pos0 + c->s.seqs[i].n_tokens > top_k) return true;
+    return false;
+}
+
+static cudaError_t attend(const bg_cuda *c, const bgk_out *out, const bgk_mla *a, bool selected)
+{
+    const bgk_selected none = {0}, some = {c->index.list, c->index.count, c->index.top_k};
+    if (!c->mla.fast) return bgk_mla_plain(out, a, &c->rows, selected ? &some : &none, c->stream);
+    if (selected)
+        return bgk_mla_selected(out, a, &c->rows, &some, c->att.parts, c->att.parts_bytes,
+                                c->att.n_sms, c->stream);
+    /* A graph is of rows that are their sequences' only ones. */
+    const int n_single = c->capturing ? c->s.n_rows : c->att.n_single;
+    const int n_tiles = c->capturing ? 0 : c->att.n_tiles;
+    const bgk_item *items = (const bgk_item *)c->att_plan;
+    cudaError_t e = bgk_mla_single(out, a, c->rows.blocks, items, n_single, c->att.parts,
+                                   c->att.parts_bytes, c->att.n_sms, c->stream);
+    if (e == cudaSuccess)
+        e = bgk_mla_tiles(out, a, c->rows.blocks, items + n_single, n_tiles, c->stream);
+    return e;
+}
+
+bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
+                                const bg_mla *p, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    if (!p->n_heads) return BG_OK;
+    const int64_t rows = c->s.n_rows, cols = (int64_t)p->n_heads * p->kv_rank;
+    bgk_mla a = {.q_lat = bg_cuda_out(q_lat),
+                 .q = bg_cuda_out(q),
+                 .layer = p->layer,
+                 .n_heads = p->n_heads,
+                 .nope = p->nope,
+                 .scale = p->scale,
+                 .cache = c->cache};
+    bg_status st = check_layer(c, p->layer, p->kv_rank, p->n_rot, "mla_attention", err);
+    if (!st) st = fits(out, rows, cols, "mla_attention", err);
+    if (!st) st = fits(q_lat, rows, cols, "mla_attention", err);
+    if (!st) st = fits(q, rows, (int64_t)p->n_heads * (p->nope + p->n_rot), "mla_attention", err);
+    if (!st && p->selected && !c->index.n_layers)
+        st = bg_fail(err, BG_INTERNAL, "op mla_attention: selected keys without an indexer");
+    if (!st) st = rotation_of(c, p->rope, &a.rope, err);
+    if (st) return st;
+    const bgk_out to = bg_cuda_out(out);
+    return bg_cuda_done(err, attend(c, &to, &a, p->selected && selects(c)), "op mla_attention");
+}
+
+/* Queries and weights of the indexer on their way to scores: made at the first step, which is none
+ * that is captured. */
+static bg_status index_scratch(bg_cuda *c, int n_heads, bg_error *err)
+{
+    struct bg_cuda_index *x = &c->index;
+    if (x->n_heads == n_heads) return BG_OK;
+    if (x->n_heads)
+        return bg_fail(err, BG_INTERNAL, "indexers of %d and %d heads", x->n_heads, n_heads);
+    const size_t elem = c->cache.type == BGK_F32 ? 4 : 2;
+    const size_t heads = (size_t)c->config.max_tokens * (size_t)n_heads;
+    bg_status st = bg_cuda_take(c, &x->q, heads * (size_t)x->dim * elem, "indexer", err);
+    if (!st) st = bg_cuda_take(c, &x->w, heads * sizeof *x->w, "indexer", err);
+    if (!st) x->n_heads = n_heads;
+    return st;
+}
+
+static cudaError_t choose(const bg_cuda *c, const bgk_index *a)
+{
+    const struct bg_cuda_index *x = &c->index;
+    const int rows = c->rows.rows, slice = slice_rows(c);
+    cudaError_t e = cudaSuccess;
+    for (int at = 0; at < rows && e == cudaSuccess; at += slice) {
+        const int n = rows - at < slice ? rows - at : slice;
+        e = bgk_index_scores(x->scores, c->config.max_ctx, a, x->q, x->w, &c->rows, at, n, x->top_k,
+                             c->config.max_ctx, c->att.n_sms, c->stream);
+        if (e == cudaSuccess)
+            e = bgk_index_select(x->list, x->count, x->scores, c->config.max_ctx, &c->rows, at, n,
+                                 x->top_k, c->stream);
+    }
+    return e;
+}
+
+bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
+                        bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    const struct bg_cuda_index *x = &c->index;
+    if (p->index_layer < 0 || p->index_layer >= x->n_layers || p->dim != x->dim ||
+        p->top_k != x->top_k)
+        return bg_fail(err, BG_INTERNAL,
+                       "op index: layer %d, %d values, top %d do not fit the cache: %d layers, %d "
+                       "values, top %d",
+                       p->index_layer, p->dim, p->top_k, x->n_layers, x->dim, x->top_k);
+    bgk_index a = {.keys = x->keys,
+                   .type = c->cache.type == BGK_Q8 ? BGK_F16 : c->cache.type,
+                   .n_blocks = c->cache.n_blocks,
+                   .block_tokens = c->cache.block_tokens,
+                   .layer = p->index_layer,
+                   .n_heads = p->n_heads,
+                   .dim = p->dim,
+                   .k_norm = p->k_norm->data,
+                   .k_norm_b = p->k_norm_b ? p->k_norm_b->data : NULL,
+                   .eps = p->norm_eps,
+                   .scale = p->scale};
+    bg_status st = fits(iq, c->s.n_rows, (int64_t)p->n_heads * p->dim, "index", err);
+    if (!st) st = fits(ik, c->s.n_rows, (int64_t)p->dim + p->n_heads, "index", err);
+    if (!st) st = rotation_of(c, p->rope, &a.rope, err);
+    if (!st) st = index_scratch(c, p->n_heads, err);
+    if (st) return st;
+    const bgk_out q = bg_cuda_out(iq);
+    cudaError_t e = bgk_index_store(&a, x->q, x->w, &q, ik->data, ik->cols, &c->rows, c->stream);
+    if (e == cudaSuccess && selects(c)) e = choose(c, &a);
+    return bg_cuda_done(err, e, "op index");
+}
+
+void bg_cuda_mla_cost(const bg_backend *b, const bg_mla *p, bg_cost *cost)
+{
+    const bg_cuda *c = (const bg_cuda *)b;
+    const double row = c->cache.type == BGK_F32
+                           ? 4.0 * c->cache.k_dim
+                           : (double)bgk_mla_block_bytes(&c->cache) / c->cache.block_tokens;
+    bg_mla_cost(&c->s, p, c->index.top_k, row / c->cache.k_dim, cost);
+}

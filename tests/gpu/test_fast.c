@@ -246,7 +246,8 @@ static void check_linear(uint32_t type, int64_t rows, int64_t k, bool glu, bool 
         x[i] = bg_f16_to_f32(bg_f32_to_f16(x[i]));
     const bg_linear_part one = {"a", type, a, k, rows, 0, rows, 0, k, with_bias ? bias : NULL};
     const bg_linear_part two = {"b", type, b, k, rows, 0, rows, 0, k, NULL};
-    const bg_linear_spec s = {glu ? "glu" : "linear", 2, {one, two}, glu};
+    const bg_linear_spec s = {
+        .name = glu ? "glu" : "linear", .n_parts = 2, .parts = {one, two}, .glu = glu};
     const int64_t cols = glu ? rows : 2 * rows;
     run fast = run_new(true, &s, x, k, cols), own = run_new(false, &s, x, k, cols);
     float *w = malloc((size_t)(2 * rows * k) * sizeof *w);
@@ -366,7 +367,10 @@ Test(fast, bench_linears)
         for (int fast = 0; fast < 2; fast++) {
             const int64_t n = list[i].rows, k = list[i].k;
             const bg_linear_part p = {"w", BG_Q4_K, NULL, k, n, 0, n, 0, k, NULL};
-            const bg_linear_spec s = {list[i].name, list[i].glu ? 2 : 1, {p, p}, list[i].glu};
+            const bg_linear_spec s = {.name = list[i].name,
+                                      .n_parts = list[i].glu ? 2 : 1,
+                                      .parts = {p, p},
+                                      .glu = list[i].glu};
             bg_backend_config config = {.compute = BG_COMPUTE_NATIVE,
                                         .n_threads = 1,
                                         .first_cpu = -1,

@@ -12,7 +12,11 @@ static const uint64_t WORKSPACE = UINT64_C(384) << 20;
 static const uint64_t LEFT_FREE = UINT64_C(256) << 20;
 static const uint64_t NCCL_RESERVE = UINT64_C(1) << 30;
 enum {
-    GRAPHS = 16,               /* decode steps of so many sizes */
+    GRAPHS = 16,        /* decode steps of so many sizes */
+    ROUTED_ROWS = 1024, /* at a time, their router's products in so many parts: */
+    ROUTER_PARTS = 32,
+    FILL_ROWS = 1024,          /* up to whole tiles */
+    SCORES_BYTES = 64 << 20,   /* of an indexer, at a time */
     TILE_BYTES = 64 * 4 + 24,  /* of a tile beside its weights: its rows' scales, its place */
     FAST_FIXED = 160 << 20,    /* a library's workspace and kernels */
     LAUNCHES = 12,             /* of a layer */
@@ -86,6 +90,16 @@ static uint64_t matrix_bytes(const bg_part *part, uint64_t chunk, bg_compute com
     return n * rows * k * (compute == BG_COMPUTE_F32 ? 4 : 2);
 }
 
+/* Shared experts that are kept as experts are: the rows or columns of each by themselves. */
+static uint64_t merged_bytes(const bg_desc *d, const bg_shard *s, const bg_part *part,
+                             uint64_t chunk, bg_compute compute, bool tiled)
+{
+    bg_part one = *part;
+    *(part->cols == d->d_model ? &one.rows : &one.cols) = s->n_ffe;
+    one.n = d->n_shared;
+    return matrix_bytes(&one, chunk, compute, tiled);
+}
+
 /* attn_kv_b becomes what other files have: for each head, k_b, whose transpose it was and which is
  * kept as halves therefore, and v_b. */
 static uint64_t kv_b_bytes(const bg_desc *d, const bg_shard *s, uint64_t chunk, bg_compute compute,
@@ -112,8 +126,12 @@ static uint64_t held_bytes(const bg_text_model *m, const bg_shard *s, bg_compute
             sum += values * (compute == BG_COMPUTE_F32 ? 4 : 2);
             part.rows = s->n_vocab;
             if (m->desc.tied) sum += matrix_bytes(&part, chunk, compute, tiled);
+        } else if (kind == BG_KIND_SHARED && s->merged) {
+            sum += merged_bytes(&m->desc, s, &part, chunk, compute, tiled);
         } else if (strstr(t->cname, ".attn_kv_b.")) {
             sum += kv_b_bytes(&m->desc, s, chunk, compute, tiled);
+        } else if (kind == BG_KIND_ROUTER && t->n_dims > 1 && tiled) { /* as two halves each */
+            sum += 2 * matrix_bytes(&part, chunk_bytes(BG_F16), compute, tiled);
         } else if (kind == BG_KIND_ROUTER || t->n_dims < 2 || is_bias(t)) {
             sum += values * 4;
         } else {
@@ -121,6 +139,28 @@ static uint64_t held_bytes(const bg_text_model *m, const bg_shard *s, bg_compute
         }
     }
     return sum;
+}
+
+/* What experts and an indexer take while they work. */
+static uint64_t family_buffers(const bg_desc *d, const bg_shard *s, const bg_memory_plan *p)
+{
+    const uint64_t rows = (uint64_t)p->max_step_tokens, ctx = (uint64_t)p->max_model_len;
+    uint64_t bytes = 0;
+    if (d->n_experts) { /* a router's sums by parts, lists, and what fills up experts' rows */
+        const uint64_t experts = (uint64_t)d->n_experts, used = (uint64_t)d->n_used;
+        const uint64_t wide = 6 * (uint64_t)d->d_model + 2 * padded((uint64_t)s->n_ffe, 64);
+        bytes += (rows < ROUTED_ROWS ? rows : ROUTED_ROWS) * ROUTER_PARTS * (experts + 1) * 4;
+        bytes += rows * used * 6 + (rows / 1024 + 17) * experts * 4;
+        bytes += (7 * experts + FILL_ROWS) * wide;
+    }
+    if (d->index_heads) { /* queries, the keys that were chosen, scores of some rows */
+        const uint64_t heads = (uint64_t)d->index_heads;
+        const uint64_t most = SCORES_BYTES / (4 * ctx), scored = most < 1 ? 1 : most;
+        bytes += rows * heads * (4 * (uint64_t)d->index_dim + 4);
+        bytes += rows * ((uint64_t)d->index_top_k + 1) * 4;
+        bytes += (scored < rows ? scored : rows) * ctx * 4;
+    }
+    return bytes;
 }
 
 bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const bg_shard *s,
@@ -136,6 +176,7 @@ bg_gpu_bytes bg_gpu_sizes(const bg_text_model *m, const bg_memory_plan *p, const
     const uint64_t tables = seqs * (ctx / (uint64_t)p->block_tokens + 1);
     bg_gpu_bytes b = {.weights = held_bytes(m, s, compute, tiled)};
     b.buffers = bg_gpu_act_bytes(&m->desc, s, &bc, tiled);
+    b.buffers += family_buffers(&m->desc, s, p);
     b.buffers += seqs * (ctx + 1) * 4;                /* histories */
     b.buffers += (3 * rows + 16 * seqs + tables) * 4; /* the step */
     b.buffers += seqs * (vocab / 64 + SAMPLED_BYTES);

@@ -115,9 +115,9 @@ static uint64_t chunks(int64_t n, int64_t rows, int64_t k, uint64_t chunk)
     return (uint64_t)n * (uint64_t)tiles * ((uint64_t)((k + 63) / 64) * chunk + 64 * 4 + 24);
 }
 
-/* Stacks: each expert and each head has tiles of its own; a router is floats; what is not used
- * counts nothing. 8 experts of 288 by 256 in MXFP4, of which the first of three ranks has 64
- * columns; attention in Q5_0, its output and v (some layers) in Q8_0. */
+/* Stacks: each expert and each head has tiles of its own; a router is two halves a value; what is
+ * not used counts nothing. 8 experts of 288 by 256 in MXFP4, of which the first of three ranks has
+ * 64 columns; attention in Q5_0, its output and v (some layers) in Q8_0. */
 Test(gpu_sizes, experts_in_tiles)
 {
     bg_text_model m = opened("tests/golden/headers/tiny-gpt-oss.gguf");
@@ -127,7 +127,8 @@ Test(gpu_sizes, experts_in_tiles)
     cr_assert_eq(s.n_ffe, 64);
     cr_assert_eq(s.n_heads, 4);
     const uint64_t experts = 2 * (2 * chunks(8, 64, 288, 4352) + chunks(8, 288, 64, 4352));
-    const uint64_t expert_bias = 2 * 4 * 8 * (64 + 64 + 288), router = 2 * 4 * (8 * 288 + 8);
+    const uint64_t expert_bias = 2 * 4 * 8 * (64 + 64 + 288);
+    const uint64_t router = 2 * (2 * chunks(1, 8, 288, 8192) + 4 * 8); /* both halves */
     bg_text_model none = m;
     none.desc.n_experts = 0; /* then tensors of experts are of no use */
     const uint64_t with = bg_gpu_sizes(&m, &p, &s, BG_COMPUTE_NATIVE, true).weights;
@@ -135,6 +136,28 @@ Test(gpu_sizes, experts_in_tiles)
     cr_expect_eq(with - without, experts + expert_bias + router, "%llu, not %llu",
                  (unsigned long long)(with - without),
                  (unsigned long long)(experts + expert_bias + router));
+    bg_gguf_close(m.gguf);
+}
+
+/* Beside steps: rows of experts for each token and choice, with an indexer the keys it chose. */
+Test(gpu_sizes, experts_and_indexer_at_work)
+{
+    bg_text_model m = opened("tests/golden/headers/tiny-glm-dsa.gguf");
+    const bg_shard s = shard(&m, 0, 1);
+    cr_assert(s.merged);
+    bg_memory_plan p = plan;
+    const uint64_t few = bg_gpu_sizes(&m, &p, &s, BG_COMPUTE_NATIVE, true).buffers;
+    p.max_step_tokens += 1024;
+    const uint64_t many = bg_gpu_sizes(&m, &p, &s, BG_COMPUTE_NATIVE, true).buffers;
+    const uint64_t of_experts = 3 * (6 * 256 + 2 * 256), of_index = 16 * 128 * 4 + 64 * 4 + 320 * 4;
+    cr_expect_gt(many - few, 1024 * (of_experts + of_index));
+    bg_text_model dense = m;
+    bg_desc_limit(&dense.desc, 64);
+    const uint64_t without = bg_gpu_sizes(&dense, &p, &s, BG_COMPUTE_NATIVE, true).buffers;
+    cr_expect_gt(many - without, 1024 * of_index);
+    const bg_gpu_bytes all = bg_gpu_sizes(&m, &p, &s, BG_COMPUTE_NATIVE, true);
+    const bg_gpu_bytes limited = bg_gpu_sizes(&dense, &p, &s, BG_COMPUTE_NATIVE, true);
+    cr_expect_gt(all.weights, limited.weights);
     bg_gguf_close(m.gguf);
 }
 

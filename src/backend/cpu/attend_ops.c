@@ -246,9 +246,21 @@ static void latent_queries(const attend_job *job, int row, int n_rows, int h0, i
         }
 }
 
+/* Columns of n_dims values, elem bytes each and lines apart, next to each other at dst. */
+static void gather_columns(char *dst, const char *const src[BG_LANES], int n, int n_dims,
+                           size_t line, size_t elem)
+{
+    for (int d = 0; d < n_dims; d++, dst += line)
+        for (int i = 0; i < n; i++)
+            if (elem == 2)
+                memcpy(dst + 2 * i, src[i] + (size_t)d * line, 2);
+            else
+                memcpy(dst + 4 * i, src[i] + (size_t)d * line, 4);
+}
+
 /* The chosen keys of a row as a cache of their own: blocks 0, 1, ... of the thread's memory. */
-static void gather_selected(const attend_job *job, const bg_step_seq *seq, int row, bg_attend *a,
-                            int thread)
+static void gather_selected(const attend_job *job, const bg_step_seq *seq, int row,
+                            const bg_attend *a, int thread)
 {
     bg_cpu *c = job->c;
     const bg_cache *cache = &c->cache;
@@ -258,25 +270,34 @@ static void gather_selected(const attend_job *job, const bg_step_seq *seq, int r
     const size_t k_line = (size_t)cache->lanes * elem, v_line = (size_t)cache->v_stride * elem;
     char *k = c->chosen_k + (size_t)thread * c->chosen_k_bytes;
     char *v = c->chosen_v + (size_t)thread * c->chosen_v_bytes;
-    for (int i = 0; i < n; i++) {
-        const size_t from_block = (size_t)seq->blocks[pos[i] / bt], to_block = (size_t)(i / bt);
-        const size_t from = (size_t)(pos[i] % bt), to = (size_t)(i % bt);
-        const char *src = a->k + from_block * a->k_block_bytes + from * elem;
-        char *dst = k + to_block * cache->k_head_bytes + to * elem;
-        for (int d = 0; d < cache->spec.k_dim; d++)
-            memcpy(dst + (size_t)d * k_line, src + (size_t)d * k_line, elem);
-        memcpy(v + to_block * cache->v_head_bytes + to * v_line,
-               a->v + from_block * a->v_block_bytes + from * v_line, v_line);
+    for (int i = 0, m; i < n; i += m) {
+        const char *keys[BG_LANES];
+        const size_t block = (size_t)(i / bt), at = (size_t)(i % bt);
+        for (m = 0; m < BG_LANES && i + m < n && (size_t)m + at < (size_t)bt; m++) {
+            const size_t from_block = (size_t)seq->blocks[pos[i + m] / bt];
+            const size_t from = (size_t)(pos[i + m] % bt);
+            keys[m] = a->k + from_block * a->k_block_bytes + from * elem;
+            memcpy(v + block * cache->v_head_bytes + (at + (size_t)m) * v_line,
+                   a->v + from_block * a->v_block_bytes + from * v_line, v_line);
+        }
+        gather_columns(k + block * cache->k_head_bytes + at * elem, keys, m, cache->spec.k_dim,
+                       k_line, elem);
     }
-    a->k = k;
-    a->v = v;
+}
+
+static void use_selected(const bg_cpu *c, bg_attend *a, int thread)
+{
+    const bg_cache *cache = &c->cache;
+    a->k = c->chosen_k + (size_t)thread * c->chosen_k_bytes;
+    a->v = c->chosen_v + (size_t)thread * c->chosen_v_bytes;
     a->k_block_bytes = cache->k_head_bytes;
     a->v_block_bytes = cache->v_head_bytes;
     a->blocks = c->chosen_blocks;
-    a->pos0 = n - 1;
+    a->pos0 = c->selection_top_k - 1;
 }
 
-static void attend_item(const attend_job *job, int item, int thread)
+/* gathered: the row whose chosen keys are in the thread's memory, for other heads' items. */
+static void attend_item(const attend_job *job, int item, int thread, int *gathered)
 {
     bg_cpu *c = job->c;
     const bg_attn *p = job->p;
@@ -339,7 +360,9 @@ static void attend_item(const attend_job *job, int item, int thread)
         latent_queries(job, seq->row0 + row, a.n_rows, h0, n_heads, q);
         a.q = q;
         a.q_stride = (int64_t)n_heads * p->head_dim;
-        if (chosen) gather_selected(job, seq, seq->row0 + row, &a, thread);
+        if (chosen && *gathered != seq->row0 + row)
+            gather_selected(job, seq, *gathered = seq->row0 + row, &a, thread);
+        if (chosen) use_selected(c, &a, thread);
     }
     c->kernels->attend(&a);
 }
@@ -348,8 +371,9 @@ static void attend_items(void *ctx, int thread, int n_threads)
 {
     const attend_job *job = ctx;
     (void)n_threads;
+    int gathered = -1;
     for (int i; (i = bg_pool_next(job->c->pool)) < job->n_items;)
-        attend_item(job, i, thread);
+        attend_item(job, i, thread, &gathered);
 }
 
 /* Cuts the work into items, so that all threads have some, and does it. */

@@ -252,14 +252,14 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
                            cudaStream_t stream);
 /* out[t, c] = sum over j, in order, of route[t]'s weight j times rows[pos[t, j], c], + the shared
  * experts' rows in order, + route's last weight times add[t, c] (NULL: nothing). out == add is
- * allowed; rows NULL: no experts. */
+ * allowed. */
 cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const float *rows, int64_t rows_cols,
                             const float *add, int64_t add_cols, const bgk_moe *m, int cols,
                             cudaStream_t stream);
 
 /* The plain form: weights [n_experts + n_shared, 2 n_ff, k_padded] (gate, up) and [.., cols,
  * ff_padded] of type F32 or F16, biases [.., 2 n_ff] and [.., cols] or NULL; x float32 [tokens, k].
- * act: scratch, tokens * (n_used + n_shared) * n_ff floats. */
+ * act: scratch, tokens * (n_used + n_shared) * n_ff floats. n_ff 0: the biases of down alone. */
 typedef struct bgk_plain_experts {
     const void *gate_up, *down;
     bgk_type type;

@@ -333,11 +333,10 @@ template <bool VEC> __global__ void __launch_bounds__(BLOCK) combine_rows(combin
     const int32_t *pos = m.pos + (int64_t)t * k;
     auto at = [&](const float *p) { return VEC ? *(const float4 *)p : make_float4(*p, 0, 0, 0); };
     float4 sum = make_float4(0, 0, 0, 0);
-    const int n_shared = c.rows ? m.n_shared : 0;
 #pragma unroll 8
-    for (int j = 0; j < (c.rows ? k : 0); j++)
+    for (int j = 0; j < k; j++)
         sum = fma4(route[k + j], at(c.rows + pos[j] * c.rows_cols + col), sum);
-    for (int s = 0; s < n_shared; s++)
+    for (int s = 0; s < m.n_shared; s++)
         sum = fma4(1.0f, at(c.rows + (int64_t)(s * padded + t) * c.rows_cols + col), sum);
     if (c.add) sum = fma4(route[2 * k], at(c.add + t * c.add_cols + col), sum);
     float *out = c.out + t * c.out_cols + col;
@@ -511,8 +510,7 @@ cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const float *rows, int
                             const float *add, int64_t add_cols, const bgk_moe *m, int cols,
                             cudaStream_t stream)
 {
-    if (!valid(m) || cols < 0 || out_cols < cols || (add && add_cols < cols) ||
-        (rows && rows_cols < cols))
+    if (!valid(m) || cols < 0 || out_cols < cols || (add && add_cols < cols) || rows_cols < cols)
         return cudaErrorInvalidValue;
     if (!m->tokens || !cols) return cudaSuccess;
     const combined c = {out, rows, add, out_cols, rows_cols, add_cols, cols};

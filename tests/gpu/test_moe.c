@@ -647,6 +647,7 @@ Test(moe, no_columns)
     NEEDS_GPU();
     enum { D = 100, T = 9 };
     bg_cuda *c = backend(BG_COMPUTE_NATIVE, false, T);
+    float *bias = random_f32(2 * D, 6, 1);
     const stack s = make_stack(BG_F32, 2, 8, D, 1), down = make_stack(BG_F32, 2, D, 8, 2);
     const bg_experts_spec spec = {.name = "none",
                                   .n_experts = 2,
@@ -656,7 +657,8 @@ Test(moe, no_columns)
                                   .down = part_of(&down, 0, D, 0, 0),
                                   .gate_stride = s.bytes,
                                   .up_stride = s.bytes,
-                                  .down_stride = down.bytes};
+                                  .down_stride = down.bytes,
+                                  .down_bias = bias};
     bg_experts *e;
     bg_act h, route, out;
     OK(bg_cuda_experts_new(&c->base, &e, &spec, err));
@@ -666,15 +668,18 @@ Test(moe, no_columns)
     float *x = halves(T * D, 3, 1), *r = routes(T, 1, 2, RANDOM, 4), *a = random_f32(T * D, 5, 1);
     run(c, e, &out, &route, &h, NULL, x, r, a, 0, T);
     float *got = from_device(out.data, sizeof(float) * T * D);
-    for (size_t i = 0; i < T * D; i++)
-        cr_assert(got[i] == 0);
-    free(got);
+    for (size_t i = 0; i < T * D; i++) {
+        const float *row = r + i / D * 3;
+        cr_assert(fabsf(got[i] - row[1] * bias[(size_t)row[0] * D + i % D]) < 1e-6f);
+    }
     CU(cudaMemcpy(out.data, a, sizeof(float) * T * D, cudaMemcpyHostToDevice)); /* in place */
     OK(bg_cuda_moe(&c->base, &out, e, &route, &h, &out, err));
-    got = from_device(out.data, sizeof(float) * T * D);
+    float *more = from_device(out.data, sizeof(float) * T * D);
     for (size_t i = 0; i < T * D; i++)
-        cr_assert(got[i] == r[i / D * 3 + 2] * a[i]);
+        cr_assert(fabsf(more[i] - (got[i] + r[i / D * 3 + 2] * a[i])) < 1e-6f);
     free(got);
+    free(more);
+    free(bias);
     free(x);
     free(r);
     free(a);

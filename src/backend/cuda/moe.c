@@ -500,12 +500,8 @@ static bg_status plain_experts(bg_cuda *c, bg_experts *e, const bg_experts_spec 
     const size_t n = (size_t)(e->n_experts + e->n_shared), f = (size_t)e->n_ff, d = (size_t)e->d;
     bgk_plain_experts *p = &e->plain;
     p->type = c->weights;
-    p->k = (int)spec->gate.n_cols;
-    p->k_padded = (p->k + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD;
     p->n_ff = e->n_ff;
     p->ff_padded = (p->n_ff + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD;
-    p->cols = e->d;
-    p->fn = e->fn;
     const size_t row = (size_t)p->k_padded * value, down_row = (size_t)p->ff_padded * value;
     char *gate_up = NULL, *down = NULL;
     bg_status st = bg_cuda_take(c, &gate_up, n * 2 * f * row, e->name, err);
@@ -620,10 +616,14 @@ bg_status bg_cuda_experts_new(bg_backend *b, bg_experts **out, const bg_experts_
     e->n_ff = (int)spec->gate.n_rows;
     e->fn = bg_cuda_act_fn((bg_act_fn)spec->fn);
     e->plain.k = (int)spec->gate.n_cols;
-    if (e->n_ff) {
+    e->plain.k_padded = (e->plain.k + BGK_K_PAD - 1) / BGK_K_PAD * BGK_K_PAD;
+    e->plain.cols = e->d;
+    e->plain.fn = e->fn;
+    if (!e->n_ff) /* a rank without columns of theirs; its down_bias may still count */
+        st = plain_biases(c, e, spec, err);
+    else
         st = c->tiled ? tiled_experts(c, e, spec, err) : plain_experts(c, e, spec, err);
-        if (!st) st = scratch(c, e, err);
-    }
+    if (!st && e->n_ff) st = scratch(c, e, err);
     if (!st) *out = e;
     return st;
 }
@@ -683,10 +683,7 @@ bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_
                        .n_items = s->n_items,
                        .counts = s->counts ? s->counts + 64 : NULL};
     cudaError_t st;
-    if (!e->n_ff) /* a rank without columns of theirs */
-        st = bgk_moe_combine(out->data, out->cols, NULL, 0, add ? add->data : NULL,
-                             add ? add->cols : 0, &m, e->d, c->stream);
-    else if (c->tiled)
+    if (c->tiled && e->n_ff)
         st = tiled_moe(c, out, e, &m, h, add);
     else
         st = bgk_moe_plain(out->data, out->cols, &e->plain, h->data, h->cols,

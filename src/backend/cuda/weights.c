@@ -288,7 +288,7 @@ static bg_status load_blocks(bg_cuda *c, bg_linear *l, const bg_linear_spec *spe
     const int64_t row = (int64_t)bg_qtype_row_bytes(first->type, first->k_total);
     group g = *each;
     bg_status st = BG_OK;
-    if (aligned_blocks(spec) && first->n_rows % TILE == 0 && first->row0 == 0 &&
+    if (aligned_blocks(spec) && first->n_rows % TILE == 0 &&
         spec->block_bytes == first->n_rows * row) { /* one matrix after another: a taller one */
         bg_linear_part all = *first;
         all.n_rows *= spec->n_blocks;

@@ -463,6 +463,7 @@ struct source {
     size_t step;      /* from one chunk to the next */
     uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
     uint32_t sum;
+    uint32_t x_bytes; /* of a chunk of tokens: of an item without those that are not there */
 };
 
 template <int N, int TILES, bool GROUPED>
@@ -480,6 +481,7 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int lane)
         s.from = (const char *)p.x + (size_t)(tile.x_chunk0 + first_chunk + lane - TILES) * s.step;
     }
     s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
+    s.x_bytes = GROUPED ? (p.end - p.out + 7) / 8 * 1024 : N * 128;
 }
 
 /* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
@@ -489,10 +491,10 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
                       int lane)
 {
     const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
-    source s = {i0, 0, nullptr, 0, 0, 0};
+    source s = {i0, 0, nullptr, 0, 0, 0, 0};
     auto weights = [&](uint32_t bar, uint32_t to) {
         const int count = min(SC, n - s.chunk);
-        if (lane == 0) mbar_expect(bar, count * (s.sum + N * 128));
+        if (lane == 0) mbar_expect(bar, count * (s.sum + s.x_bytes));
         __syncwarp();
         if (lane < TILES)
             ptx_bulk_copy(to + SC * N * 128 + lane * a.w_stride, s.from + s.chunk * s.step,
@@ -501,7 +503,7 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
     auto tokens = [&](uint32_t bar, uint32_t to) {
         const int c = lane - TILES;
         if (c >= 0 && c < min(SC, n - s.chunk))
-            ptx_bulk_copy(to + c * N * 128, s.from + s.chunk * s.step, N * 128, bar);
+            ptx_bulk_copy(to + c * N * 128, s.from + s.chunk * s.step, s.x_bytes, bar);
     };
     auto advance = [&]() {
         s.chunk += SC;

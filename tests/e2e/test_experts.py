@@ -47,6 +47,22 @@ class Experts(unittest.TestCase):
                 same = sum(got[k] == base[k] for k in base)
                 self.assertGreaterEqual(same, 21, f"tp {tp}: {same} of 24 equal")
 
+    def test_every_family(self):
+        """Whole and in uneven shares, with checked ops; the two forms of keys' and values' matrix."""
+        write_lines(self.input, prompts(8))
+        args = ["--compute", "f32", "--check", "--temperature", "0"]
+        for preset in ("tiny-mixtral", "tiny-qwen2moe", "tiny-glm4", "tiny-glm4moe", "tiny-gpt-oss", "tiny-mla",
+                       "tiny-v2-lite", "tiny-v2-lite --legacy-kv-b", "tiny-dsv3"):
+            with self.subTest(preset):
+                name, *more = preset.split()
+                model = make_model(f"{TMP}/{''.join(preset.split())}.gguf", name, "q8_0", *more)
+                base = self.run_job(f"{name}{len(more)}.jsonl", model, *args)
+                self.assertFalse([x for x in base.values() if "error" in json.loads(x)])
+                for tp in (3, 5):
+                    got = self.run_job(f"{name}{len(more)}-{tp}.jsonl", model, "--tp", tp, *args)
+                    same = sum(got[k] == base[k] for k in base)
+                    self.assertGreaterEqual(same, 6, f"tp {tp}: {same} of 8 equal")
+
     def test_the_order_and_the_parts_of_the_file_do_not_matter(self):
         for preset, model in self.each():
             want = self.run_job(f"{preset}.jsonl", model, "--tp", "2")

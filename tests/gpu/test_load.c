@@ -272,3 +272,121 @@ Test(load, dummy)
     }
     cr_assert_eq(sums[0], sums[1]);
 }
+
+/* ---- block-diagonal ----------------------------------------------------------------------------
+ */
+
+typedef struct blocks {
+    uint32_t type;
+    int n_blocks, rows, k, x_stride; /* of a block */
+    int row0, more;                  /* rows before and after those of a block in the file */
+    bool input;                      /* the result is an input buffer */
+} blocks;
+
+static void check_blocks(bg_compute compute, const blocks *p)
+{
+    enum { T = 5 };
+    bg_error err = {0};
+    bg_cuda *c = backend(compute, false, 16);
+    const int64_t file_rows = p->row0 + (int64_t)p->n_blocks * (p->rows + p->more),
+                  cols = (int64_t)p->n_blocks * p->rows,
+                  x_cols = (int64_t)p->n_blocks * p->x_stride;
+    const size_t row = bg_qtype_row_bytes(p->type, p->k);
+    uint8_t *data = matrix(p->type, file_rows, p->k);
+    const bg_linear_spec spec = {.name = "blocks",
+                                 .n_parts = 1,
+                                 .parts = {{.name = "blocks",
+                                            .type = p->type,
+                                            .data = data,
+                                            .k_total = p->k,
+                                            .n_total = file_rows,
+                                            .row0 = p->row0,
+                                            .n_rows = p->rows,
+                                            .n_cols = p->k}},
+                                 .n_blocks = p->n_blocks,
+                                 .block_bytes = (int64_t)row * (p->rows + p->more),
+                                 .x_stride = p->x_stride};
+    bg_linear *l;
+    bg_act x, out;
+    cr_assert_eq(bg_cuda_linear_new(&c->base, &l, &spec, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(bg_cuda_act_input_new(&c->base, &x, "x", 8, x_cols, &err), BG_OK, "%s", err.text);
+    cr_assert_eq(
+        (p->input ? bg_cuda_act_input_new : bg_cuda_act_new)(&c->base, &out, "out", 8, cols, &err),
+        BG_OK, "%s", err.text);
+    cr_assert_eq(bg_cuda_linear_rows(l), cols);
+    free(data); /* nothing of it is needed any more */
+    data = matrix(p->type, file_rows, p->k);
+    float *v = random_f32((size_t)(T * x_cols), 8, 1), *w = malloc((size_t)p->k * sizeof *w);
+    for (int64_t i = 0; i < T * x_cols; i++)
+        v[i] = bg_f16_to_f32(bg_f32_to_f16(v[i]));
+    const bgk_out in = bg_cuda_out(&x), o = bg_cuda_out(&out);
+    if (in.layout == BGK_TILES) {
+        uint16_t *tiles = to_tiles(v, T, (size_t)x_cols, (size_t)in.stride);
+        CU(cudaMemcpy(in.data, tiles, (size_t)((x_cols + 63) / 64 * in.stride) * 128,
+                      cudaMemcpyHostToDevice));
+        free(tiles);
+    } else {
+        CU(cudaMemcpy(in.data, v, (size_t)(T * x_cols) * 4, cudaMemcpyHostToDevice));
+    }
+    CU(cudaDeviceSynchronize());
+    bg_cuda_poison(&c->base, &out, 8);
+    cr_assert_eq(bg_cuda_linear(&c->base, &out, l, &x, T, &err), BG_OK, "%s", err.text);
+    const size_t values =
+        o.layout == BGK_TILES ? (size_t)((cols + 63) / 64 * 64 * o.stride) : (size_t)(8 * o.stride);
+    uint8_t *got = from_device(o.data, values * (o.layout == BGK_TILES ? 2 : 4));
+    double worst_err = 0;
+    for (int64_t n = 0; n < cols; n++) {
+        const int64_t b = n / p->rows;
+        bg_dequant_row(p->type,
+                       data + (size_t)(p->row0 + b * (p->rows + p->more) + n % p->rows) * row, w,
+                       p->k);
+        for (int64_t t = 0; t < T; t++) {
+            double sum = 0, size = 1e-6;
+            for (int64_t i = 0; i < p->k; i++) {
+                const double d = (double)w[i] * (double)v[t * x_cols + b * p->x_stride + i];
+                sum += d;
+                size += fabs(d);
+            }
+            float value;
+            if (o.layout == BGK_TILES) {
+                uint16_t h;
+                memcpy(&h, got + 2 * tile_index((size_t)o.stride, (size_t)t, (size_t)n), 2);
+                value = bg_f16_to_f32(h);
+            } else {
+                memcpy(&value, got + 4 * (t * o.stride + n), 4);
+            }
+            const double e = fabs((double)value - sum) / size;
+            worst_err = e <= worst_err ? worst_err : e;
+        }
+    }
+    cr_expect(worst_err < (compute == BG_COMPUTE_F32 ? 1e-5 : 1.5e-3),
+              "type %u, %d blocks [%d, %d] every %d columns: error %.3g", p->type, p->n_blocks,
+              p->rows, p->k, p->x_stride, worst_err);
+    for (int64_t t = 0; o.layout == BGK_TILES && t < T; t++)
+        for (int64_t n = cols; n < (cols + 63) / 64 * 64; n++) {
+            uint16_t h;
+            memcpy(&h, got + 2 * tile_index((size_t)o.stride, (size_t)t, (size_t)n), 2);
+            cr_expect_eq(h, 0, "a filling column");
+        }
+    free(got);
+    free(data);
+    free(v);
+    free(w);
+    bg_backend_free(&c->base);
+}
+
+static const blocks diagonals[] = {
+    {BG_Q8_0, 3, 64, 128, 192, 0, 0, true},  {BG_Q8_0, 4, 128, 192, 256, 256, 64, true},
+    {BG_F32, 3, 24, 16, 24, 0, 0, true},     {BG_Q8_0, 5, 40, 96, 96, 40, 8, false},
+    {BG_F32, 2, 32, 32, 48, 3, 5, true},     {BG_Q4_K, 2, 192, 512, 512, 0, 0, true},
+    {BG_BF16, 4, 20, 100, 100, 0, 0, false}, {BG_F16, 1, 70, 100, 128, 0, 0, true},
+};
+
+Test(load, block_diagonal)
+{
+    NEEDS_GPU();
+    for (size_t i = 0; i < sizeof diagonals / sizeof *diagonals; i++) {
+        check_blocks(BG_COMPUTE_NATIVE, &diagonals[i]);
+        check_blocks(BG_COMPUTE_F32, &diagonals[i]);
+    }
+}

@@ -18,7 +18,7 @@
 namespace
 {
 
-constexpr int KEYS = 64, PANEL = KEYS * 128, STAGE = MLA_PANELS * PANEL, STAGES = 2;
+constexpr int KEYS = 64, PANEL = KEYS * 128, STAGES = 2;
 constexpr int UNIT_TILES = BGK_MLA_UNIT / KEYS;
 constexpr int WORKERS = 256, BRINGERS = 128, BLOCK = WORKERS + BRINGERS;
 constexpr int PITCH = KEYS + 4;                /* floats between rows of S: no bank conflicts */
@@ -37,8 +37,15 @@ struct mla_args {
     int64_t block_bytes;
 };
 
-template <int N> struct mla_shape {
-    static constexpr int Q = STAGES * STAGE, P = Q + MLA_PANELS * N * 128, S = P + N * 128;
+/* Shared memory. A stage of 16-bit values is nine panels [64 keys][64]. Q8: [64 keys][512] int8,
+ * the ninth panel and 64 scales; the eight panels of halves are made of it. */
+template <typename T, int N> struct mla_shape {
+    static constexpr bool Q8 = sizeof(T) == 1;
+    static constexpr int RAW = KEYS * MLA_LATENT; /* Q8: bytes before the ninth panel */
+    static constexpr int LAST = Q8 ? RAW : 8 * PANEL, SCALES = LAST + PANEL;
+    static constexpr int STAGE = Q8 ? SCALES + 1024 : MLA_PANELS * PANEL;
+    static constexpr int MADE = STAGES * STAGE, Q = MADE + (Q8 ? 8 * PANEL : 0);
+    static constexpr int P = Q + MLA_PANELS * N * 128, S = P + N * 128;
     static constexpr int FACTORS =
         S + 2 * N * PITCH * 4; /* alpha, old, add, end: [N] floats each */
     static constexpr int BARS = FACTORS + 4 * N * 4, BYTES = BARS + 2 * STAGES * 8 + 1024;
@@ -127,6 +134,11 @@ __device__ inline void fence_async()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+__device__ inline void warpgroup_meets(int wg)
+{
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + wg) : "memory");
+}
+
 __device__ inline void workers_meet()
 {
     asm volatile("bar.sync 1, 256;" ::: "memory");
@@ -196,27 +208,88 @@ __device__ inline void bring(uint32_t stage, uint32_t bar, const key_source &k, 
     }
 }
 
+/* The same of Q8: values, the ninth panel, scales (by fours: a block's are whole). */
+template <typename L>
+__device__ inline void bring_q8(uint32_t stage, uint32_t bar, const key_source &k, int key0,
+                                int left, int lane)
+{
+    const int each = min(k.block_tokens, KEYS), n = (left + each - 1) / each * 3;
+    if (lane == 0) mbar_expect(bar, (uint32_t)(left * (MLA_LATENT + 128) + (left + 3) / 4 * 16));
+    __syncwarp();
+    if (lane >= n) return;
+    const int b = lane / 3, what = lane % 3, key = key0 + b * each, at = key % k.block_tokens;
+    const int m = min(each, left - b * each), first = b * each;
+    const char *from = k.layer + k.table[key / k.block_tokens] * k.block_bytes;
+    if (what == 0)
+        ptx_bulk_copy(stage + first * MLA_LATENT, from + at * MLA_LATENT,
+                      (uint32_t)(m * MLA_LATENT), bar);
+    else if (what == 1)
+        ptx_bulk_copy(stage + L::LAST + first * 128,
+                      from + (k.block_tokens * MLA_LATENT + at * 128), (uint32_t)(m * 128), bar);
+    else
+        ptx_bulk_copy(stage + L::SCALES + first * 4,
+                      from + (k.block_tokens * (MLA_LATENT + 128) + at * 4),
+                      (uint32_t)((m + 3) / 4 * 16), bar);
+}
+
 /* `left` keys by their positions, the rest becomes zeros: 16 of the 64 for each of four warps. */
+template <typename L>
 __device__ inline void bring_listed(uint32_t stage, uint32_t bar, const key_source &k,
                                     const int32_t *list, int left, int warp, int lane)
 {
     const int mine = warp * 16 + lane % 16, pos = mine < left ? list[mine] : 0;
-    const long long block =
-        (long long)(k.layer + (mine < left ? k.table[pos / k.block_tokens] * k.block_bytes : 0));
+    const char *own = k.layer + (mine < left ? k.table[pos / k.block_tokens] * k.block_bytes : 0);
     const int token = pos % k.block_tokens, p = lane % 8;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int from_lane = 4 * i + lane / 8, key = warp * 16 + from_lane;
         const int t = __shfl_sync(0xffffffffu, token, from_lane);
-        const char *from = (const char *)__shfl_sync(0xffffffffu, block, from_lane) + t * 128 +
-                           ((p ^ (t & 7)) << 4);
+        const char *block = (const char *)__shfl_sync(0xffffffffu, (long long)own, from_lane);
+        const char *from = block + t * 128 + ((p ^ (t & 7)) << 4);
         const uint32_t to = stage + (uint32_t)(key * 128 + ((p ^ (key & 7)) << 4));
+        if constexpr (L::Q8) {
 #pragma unroll
-        for (int panel = 0; panel < MLA_PANELS; panel++)
-            att_copy16(to + panel * PANEL, from + (int64_t)panel * k.block_tokens * 128,
-                       key < left);
+            for (int j = 0; j < 4; j++)
+                att_copy16(stage + key * MLA_LATENT + j * 128 + p * 16,
+                           block + t * MLA_LATENT + j * 128 + p * 16, key < left);
+            att_copy16(to + L::LAST, from + k.block_tokens * MLA_LATENT, key < left);
+        } else {
+#pragma unroll
+            for (int panel = 0; panel < MLA_PANELS; panel++)
+                att_copy16(to + panel * PANEL, from + (int64_t)panel * k.block_tokens * 128,
+                           key < left);
+        }
     }
+    if (L::Q8 && lane < 16)
+        att_copy4(stage + L::SCALES + 4 * mine,
+                  own + k.block_tokens * (MLA_LATENT + 128) + token * 4, mine < left);
     arrive_with_copies(bar);
+}
+
+/* Q8: a warpgroup makes its four panels of halves of a stage's int8 values; the lanes of a load and
+ * a store are spread over the banks as well as both allow. */
+__device__ inline void unpack(uint32_t panels, uint32_t stage, int thread)
+{
+    const int lane = thread % 32, wg = thread / 128, panel = wg * 4 + lane / 8;
+    const int key0 = thread / 32 % 4 * 2 + lane / 4 % 2, piece = lane % 4;
+#pragma unroll 4
+    for (int i = 0; i < 8; i++) {
+        const int key = 8 * i + key0;
+        uint32_t x[4];
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(stage + (uint32_t)(key * MLA_LATENT + panel * 64 + piece * 16))
+                     : "memory");
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            x[j] ^= 0x80808080u;
+        const uint32_t to = panels + (uint32_t)(panel * PANEL + key * 128);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            put16(to + (uint32_t)(((2 * piece + j) ^ (key & 7)) << 4),
+                  make_uint4(att_halves<0x4140>(x[2 * j]), att_halves<0x4342>(x[2 * j]),
+                             att_halves<0x4140>(x[2 * j + 1]), att_halves<0x4342>(x[2 * j + 1])));
+    }
 }
 
 /* ---- queries -----------------------------------------------------------------------------------
@@ -275,12 +348,13 @@ struct row_state {
 };
 
 /* The thread's MINE keys of row `row`, from key k0 of the tile on, of which the first `seen` are
- * seen: P to `p`, the row's factors to `factors`. */
+ * seen: P to `p`, the row's factors to `factors`. Q8: P times the keys' scales and ATT_RAISE. */
 template <typename T, int N>
-__device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t factors, int row,
-                               int k0, int seen, float by, bool unit_begins, bool unit_ends)
+__device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t factors,
+                               uint32_t scales, int row, int k0, int seen, float by,
+                               bool unit_begins, bool unit_ends)
 {
-    using L = mla_shape<N>;
+    using L = mla_shape<T, N>;
     float v[L::MINE];
 #pragma unroll
     for (int i = 0; i < L::MINE; i += 2) {
@@ -318,6 +392,13 @@ __device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t fa
         sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xffffffffu, sum[0], d));
     x.m = m;
     x.l = __fmaf_rn(x.l, alpha, sum[0]);
+    if constexpr (L::Q8)
+#pragma unroll
+        for (int i = 0; i < L::MINE; i += 2) {
+            const float2 f = get_float2(scales + (uint32_t)((k0 + i) * 4));
+            v[i] = k0 + i < seen ? __fmul_rn(v[i], __fmul_rn(f.x, ATT_RAISE)) : 0.0f;
+            v[i + 1] = k0 + i + 1 < seen ? __fmul_rn(v[i + 1], __fmul_rn(f.y, ATT_RAISE)) : 0.0f;
+        }
     const uint32_t to = p + (uint32_t)(row * 128 + (((k0 / 8) ^ (row & 7)) << 4) + k0 % 8 * 2);
 #pragma unroll
     for (int i = 0; i < L::MINE; i += 2)
@@ -333,7 +414,8 @@ __device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t fa
     if (!unit_ends) return;
     put_float(factors + (N + row) * 4, w.old);
     put_float(factors + (2 * N + row) * 4, w.add);
-    put_float(factors + (3 * N + row) * 4, __fdiv_rn(1.0f, x.all_l));
+    const float end = __fdiv_rn(1.0f, x.all_l);
+    put_float(factors + (3 * N + row) * 4, L::Q8 ? __fmul_rn(end, 1.0f / ATT_RAISE) : end);
 }
 
 /* d *= the rows' factors. */
@@ -424,7 +506,8 @@ __device__ void store_result(const mla_args &a, const float (&o)[4][N / 2], cons
 template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_latents(mla_args a)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    using L = mla_shape<N>;
+    using L = mla_shape<T, N>;
+    using V = std::conditional_t<L::Q8, __half, T>; /* what wgmma takes */
     extern __shared__ unsigned char dynamic[];
     const uint32_t base = (ptx_shared(dynamic) + 1023) & ~1023u;
     const uint32_t full = base + L::BARS, empty = full + 8 * STAGES;
@@ -471,11 +554,13 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
                 waited = true;
             }
             if (listed)
-                bring_listed(base + stage * STAGE, full + 8 * stage, keys,
-                             a.s.list + (int64_t)item.row0 * a.s.top_k + t * KEYS, left,
-                             warp - WORKERS / 32, lane);
+                bring_listed<L>(base + stage * L::STAGE, full + 8 * stage, keys,
+                                a.s.list + (int64_t)item.row0 * a.s.top_k + t * KEYS, left,
+                                warp - WORKERS / 32, lane);
+            else if (L::Q8)
+                bring_q8<L>(base + stage * L::STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
             else
-                bring(base + stage * STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
+                bring(base + stage * L::STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
         }
         if (listed) ptx_copy_wait<0>();
         return;
@@ -484,7 +569,7 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
     ptx_more_registers<224>();
     ptx_wait_prior();
     ptx_let_next_start();
-    load_q<T, N>(base + L::Q, a.a, item, pair0, n_pairs, thread);
+    load_q<V, N>(base + L::Q, a.a, item, pair0, n_pairs, thread);
     fence_async();
     workers_meet();
 
@@ -498,30 +583,50 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
     const uint32_t factors = base + L::FACTORS;
     for (int t = begin; t < end; t++) {
         const int n = t - begin, stage = n % STAGES, left = n_keys - t * KEYS;
-        const uint32_t at = base + stage * STAGE;
+        const uint32_t at = base + stage * L::STAGE, panels = L::Q8 ? base + L::MADE : at;
         mbar_wait(full + 8 * stage, n / STAGES & 1);
-        if (listed) fence_async();                /* the copies were ordinary ones */
-        if (left < KEYS && !listed && n < STAGES) /* what was never written may be NaN */
+        if (listed) fence_async();                          /* the copies were ordinary ones */
+        if (!L::Q8 && left < KEYS && !listed && n < STAGES) /* never written: may be NaN */
             for (int i = thread; i < (KEYS - left) * 64; i += WORKERS)
                 put16(at + (uint32_t)(i % 8 * PANEL + left * 128 + i / 8 * 16), uint4{});
 
-        float s[N / 2] = {};
+        if constexpr (L::Q8) {
+            warpgroup_meets(wg); /* all have multiplied by the panels before */
+            unpack(panels, at, thread);
+            fence_async();
+            warpgroup_meets(wg);
+        }
+
+        float s[N / 2] = {}, turned[L::Q8 ? N / 2 : 1] = {}; /* Q8: rope's products by themselves */
         wgmma_fence();
         {
-            const uint64_t k = wgmma_desc(at + wg * 4 * PANEL);
+            const uint64_t k = wgmma_desc(panels + wg * 4 * PANEL);
             const uint64_t q = wgmma_desc(base + L::Q + wg * 4 * N * 128);
 #pragma unroll
             for (int i = 0; i < 16; i++)
-                multiply<T, N, 0>(s, k + (i / 4 * PANEL + i % 4 * 32) / 16,
+                multiply<V, N, 0>(s, k + (i / 4 * PANEL + i % 4 * 32) / 16,
                                   q + (i / 4 * N * 128 + i % 4 * 32) / 16, i > 0);
-            const uint64_t rope_k = wgmma_desc(at + 8 * PANEL + wg * 64);
+            const uint64_t rope_k = wgmma_desc(at + L::LAST + wg * 64);
             const uint64_t rope_q = wgmma_desc(base + L::Q + 8 * N * 128 + wg * 64);
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                multiply<T, N, 0>(s, rope_k + i * 2, rope_q + i * 2, 1);
+                if constexpr (L::Q8)
+                    multiply<V, N, 0>(turned, rope_k + i * 2, rope_q + i * 2, i > 0);
+                else
+                    multiply<V, N, 0>(s, rope_k + i * 2, rope_q + i * 2, 1);
         }
         wgmma_commit();
         wgmma_wait<0>();
+        if constexpr (L::Q8) {
+            float by_key[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                by_key[i] = __uint_as_float(
+                    att_word(at + (uint32_t)(L::SCALES + (warp % 4 * 16 + lane / 4 + 8 * i) * 4)));
+#pragma unroll
+            for (int i = 0; i < N / 2; i++)
+                s[i] = __fmaf_rn(s[i], by_key[i % 4 / 2], turned[i]);
+        }
 #pragma unroll
         for (int j = 0; j < N / 8; j++)
 #pragma unroll
@@ -533,25 +638,27 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
                           s[4 * j + e]);
         workers_meet();
         const bool begins = t % UNIT_TILES == 0, ends = t + 1 == end || (t + 1) % UNIT_TILES == 0;
-        softmax<T, N>(state, base + L::S, base + L::P, factors, row, k0, last_key + 1 - t * KEYS,
-                      by, begins, ends);
+        softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
+                      last_key + 1 - t * KEYS, by, begins, ends);
         fence_async();
         workers_meet();
+        if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
         if (!begins) scale_rows<N>(o, factors, lane);
         wgmma_fence();
         {
-            const uint64_t v = transposed_desc(at + wg * 4 * PANEL), p = wgmma_desc(base + L::P);
+            const uint64_t v = transposed_desc(panels + wg * 4 * PANEL),
+                           p = wgmma_desc(base + L::P);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int m = 0; m < 4; m++)
-                    multiply<T, N, 1>(o[m], v + (m * PANEL + i * 2048) / 16, p + i * 2,
+                    multiply<V, N, 1>(o[m], v + (m * PANEL + i * 2048) / 16, p + i * 2,
                                       i > 0 || !begins);
         }
         wgmma_commit();
         wgmma_wait<0>();
         __syncwarp();
-        if (lane == 0) mbar_arrive(empty + 8 * stage);
+        if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
         if (!ends) continue;
         if (spread.splits == 1) {
             merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
@@ -559,7 +666,9 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
         }
         const int64_t part = (int64_t)(item.n + t / UNIT_TILES) * heads;
         each_value<N>(o, thread, [&](int r, int dim, float v) {
-            if (pair0 + r < n_pairs) a.parts[(part + pair0 + r) * MLA_LATENT + dim] = v;
+            if (pair0 + r < n_pairs)
+                a.parts[(part + pair0 + r) * MLA_LATENT + dim] =
+                    L::Q8 ? __fmul_rn(v, 1.0f / ATT_RAISE) : v;
         });
         if (k0 == 0 && pair0 + row < n_pairs)
             part_ml(a)[part + pair0 + row] = make_float2(state.m, state.l);
@@ -624,7 +733,7 @@ __global__ void __launch_bounds__(COMBINE) combine_latents(mla_args a)
 template <typename T, int N>
 cudaError_t launch(mla_args a, int n, int pairs, int n_sms, cudaStream_t stream)
 {
-    using L = mla_shape<N>;
+    using L = mla_shape<T, N>;
     static const cudaError_t ready = att_shared_memory(attend_latents<T, N>, L::BYTES);
     if (ready != cudaSuccess) return ready;
     a.row_tiles = (pairs + N - 1) / N;
@@ -664,8 +773,14 @@ cudaError_t launch_any(mla_args a, int n, void *parts, size_t parts_bytes, int n
     a.parts_cap = (int)(cap < 1u << 30 ? cap : 1u << 30);
     a.splits = 1;
     a.block_bytes = (int64_t)bgk_mla_block_bytes(&m->cache);
-    return m->cache.type == BGK_F16 ? launch_rows<__half>(a, n, n_sms, stream)
-                                    : launch_rows<__nv_bfloat16>(a, n, n_sms, stream);
+    switch (m->cache.type) {
+    case BGK_F16:
+        return launch_rows<__half>(a, n, n_sms, stream);
+    case BGK_BF16:
+        return launch_rows<__nv_bfloat16>(a, n, n_sms, stream);
+    default:
+        return launch_rows<int8_t>(a, n, n_sms, stream);
+    }
 }
 
 } // namespace
@@ -680,14 +795,16 @@ bool bgk_mla_fits(const bgk_cache *c)
                major == 9;
     }();
     const int b = c->block_tokens;
-    return hopper && (c->type == BGK_F16 || c->type == BGK_BF16) && c->n_kv_heads == 1 &&
-           c->v_dim == MLA_LATENT && c->k_dim == MLA_LATENT + MLA_ROPE && b >= 8 && b % 8 == 0 &&
+    return hopper && c->type != BGK_F32 && c->n_kv_heads == 1 && c->v_dim == MLA_LATENT &&
+           c->k_dim == MLA_LATENT + MLA_ROPE && b >= 8 && b % 8 == 0 &&
            (KEYS % b == 0 || b % KEYS == 0);
 }
 
 size_t bgk_mla_block_bytes(const bgk_cache *c)
 {
     const size_t value = c->type == BGK_F32 ? 4 : 2;
+    if (c->type == BGK_Q8) /* int8, halves, a float */
+        return (size_t)c->block_tokens * ((size_t)c->k_dim * 2 - (size_t)c->v_dim + sizeof(float));
     return (size_t)c->block_tokens * (size_t)c->k_dim * value;
 }
 

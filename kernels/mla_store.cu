@@ -64,10 +64,42 @@ __device__ float squares(float sum, float4 v)
     return __fmaf_rn(v.x, v.x, __fmaf_rn(v.y, v.y, __fmaf_rn(v.z, v.z, __fmaf_rn(v.w, v.w, sum))));
 }
 
+/* Q8 (mla.cuh): the largest magnitude becomes 127; beyond 32000 values saturate, as attention wants
+ * scales. All threads; most_of: [WARPS]. */
+__device__ void store_q8(char *block, int block_tokens, int token, const float *latent,
+                         float *most_of)
+{
+    float most = 0;
+    for (int i = threadIdx.x; i < MLA_LATENT; i += BLOCK)
+        most = fmaxf(most, fabsf(latent[i]));
+    for (int d = 16; d > 0; d /= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    if (threadIdx.x % 32 == 0) most_of[threadIdx.x / 32] = most;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++)
+        most = fmaxf(most, most_of[i]);
+    most = fminf(most, 32000.0f);
+    const float by = most > 1e-30f ? __fdiv_rn(127.0f, most) : 0.0f;
+    for (int i = threadIdx.x; i < MLA_LATENT / 4; i += BLOCK) {
+        signed char v[4];
+        for (int e = 0; e < 4; e++)
+            v[e] =
+                (signed char)min(127, max(-127, __float2int_rn(__fmul_rn(latent[4 * i + e], by))));
+        *(char4 *)(block + token * MLA_LATENT + 4 * i) = make_char4(v[0], v[1], v[2], v[3]);
+    }
+    char *rope = block + block_tokens * MLA_LATENT + token * 128;
+    for (int i = threadIdx.x; i < MLA_ROPE; i += BLOCK)
+        *(__half *)(rope + (((i / 8) ^ (token & 7)) << 4) + i % 8 * 2) =
+            tile_half(latent[MLA_LATENT + i]);
+    if (threadIdx.x == 0)
+        *(float *)(block + block_tokens * (MLA_LATENT + 128) + token * 4) =
+            by > 0 ? __fdiv_rn(most, 127.0f) : 0.0f;
+}
+
 template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(store_args a)
 {
     extern __shared__ __align__(16) float x[]; /* q_rank, then k_dim values */
-    __shared__ float sums[2][WARPS];
+    __shared__ float sums[3][WARPS];
     const bgk_cache &c = a.cache;
     const int row = blockIdx.x, thread = threadIdx.x, rank = c.v_dim, n_rot = c.k_dim - rank;
     const int pos = a.rows.pos[row]; /* came with the step's copy, as the tables */
@@ -98,18 +130,22 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(sto
     }
     __syncthreads();
 
-    T *to = (T *)mla_block(c, a.layer, block, a.block_bytes);
+    char *to = mla_block(c, a.layer, block, a.block_bytes);
     const int token = pos % c.block_tokens;
-    for (int i = thread; i < c.k_dim / 4; i += BLOCK) {
-        T v[4];
-        for (int e = 0; e < 4; e++)
-            narrow(&v[e], latent[4 * i + e]);
-        if (sizeof(T) == 2 && a.panels)
-            *(uint2 *)((char *)to + mla_piece(c.block_tokens, token, i / 2) + i % 2 * 8) =
-                *(const uint2 *)v;
-        else
+    if constexpr (sizeof(T) == 1) {
+        store_q8(to, c.block_tokens, token, latent, sums[2]);
+    } else {
+        for (int i = thread; i < c.k_dim / 4; i += BLOCK) {
+            T v[4];
             for (int e = 0; e < 4; e++)
-                to[(int64_t)token * c.k_dim + 4 * i + e] = v[e];
+                narrow(&v[e], latent[4 * i + e]);
+            if (sizeof(T) == 2 && a.panels)
+                *(uint2 *)(to + mla_piece(c.block_tokens, token, i / 2) + i % 2 * 8) =
+                    *(const uint2 *)v;
+            else
+                for (int e = 0; e < 4; e++)
+                    ((T *)to)[(int64_t)token * c.k_dim + 4 * i + e] = v[e];
+        }
     }
     if (a.qa.layout != BGK_TILES) {
         for (int i = thread; i < a.q_rank; i += BLOCK)
@@ -168,6 +204,6 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
     case BGK_BF16:
         return launch<__nv_bfloat16>(a, bytes, stream);
     default:
-        return cudaErrorInvalidValue;
+        return a.panels ? launch<int8_t>(a, bytes, stream) : cudaErrorInvalidValue;
     }
 }

@@ -48,25 +48,47 @@ static float rounded(float v, bgk_type type)
 /* Byte of value i of a token in its block. */
 static size_t place(const bgk_cache *c, int token, int i)
 {
-    const int elem = c->type == BGK_F32 ? 4 : 2;
+    const int elem = c->type == BGK_F32 ? 4 : 2, b = c->block_tokens;
+    const int in_row = ((i % 64 / 8) ^ (token % 8)) * 8 + i % 8;
+    if (c->type == BGK_Q8)
+        return (size_t)(i < RANK ? token * RANK + i : b * RANK + token * 128 + in_row * 2);
     if (!bgk_mla_fits(c)) return (size_t)(token * c->k_dim + i) * (size_t)elem;
-    return (size_t)((i / 64 * c->block_tokens + token) * 64 + ((i % 64 / 8) ^ (token % 8)) * 8 +
-                    i % 8) *
-           2;
+    return (size_t)((i / 64 * b + token) * 64 + in_row) * 2;
 }
 
-static void put_value(const bgk_cache *c, char *block, int token, int i, float v)
+static float *scale_at(const bgk_cache *c, const char *block, int token)
 {
-    if (c->type == BGK_F32)
-        *(float *)(block + place(c, token, i)) = v;
-    else
-        *(uint16_t *)(block + place(c, token, i)) = narrow(v, c->type);
+    return (float *)(void *)(block + c->block_tokens * (RANK + 2 * ROT) + token * 4);
+}
+
+/* A row of DIM values, as x to the cache, and as the cache holds it, back to x. */
+static void put_row(const bgk_cache *c, char *block, int token, float *x)
+{
+    float most = 0;
+    for (int i = 0; i < RANK; i++)
+        most = fmaxf(most, fabsf(x[i]));
+    for (int i = 0; i < DIM; i++) {
+        char *at = block + place(c, token, i);
+        if (c->type == BGK_F32) {
+            *(float *)(void *)at = x[i];
+        } else if (c->type == BGK_Q8 && i < RANK) {
+            *(int8_t *)at = (int8_t)lrintf(x[i] * 127 / most);
+            x[i] = (float)*(int8_t *)at * (most / 127);
+        } else {
+            *(uint16_t *)(void *)at = narrow(x[i], c->type);
+            x[i] = widen(narrow(x[i], c->type), c->type);
+        }
+    }
+    if (c->type == BGK_Q8) *scale_at(c, block, token) = most / 127;
 }
 
 static float get_value(const bgk_cache *c, const char *block, int token, int i)
 {
-    if (c->type == BGK_F32) return *(const float *)(block + place(c, token, i));
-    return widen(*(const uint16_t *)(block + place(c, token, i)), c->type);
+    const char *at = block + place(c, token, i);
+    if (c->type == BGK_F32) return *(const float *)(const void *)at;
+    if (c->type == BGK_Q8 && i < RANK)
+        return (float)*(const int8_t *)at * *scale_at(c, block, token);
+    return widen(*(const uint16_t *)(const void *)at, c->type);
 }
 
 static void shuffle(int32_t *x, int n)
@@ -112,11 +134,10 @@ static void fill_cache(setup *t)
         for (int p = 0; p < t->ctx[i]; p++) {
             const size_t slot = slot_of(t, i, p);
             const size_t b = slot / (size_t)t->s.block_tokens;
-            for (int d = 0; d < DIM; d++) {
-                const float v = rounded(gpu_random(11, slot * DIM + (size_t)d), c->type);
-                t->k[slot * DIM + (size_t)d] = v;
-                put_value(c, host + b * block, p % t->s.block_tokens, d, v);
-            }
+            for (int d = 0; d < DIM; d++)
+                t->k[slot * DIM + (size_t)d] =
+                    gpu_random(11, slot * DIM + (size_t)d) * (p % 3 ? 1.0f : 0.3f);
+            put_row(c, host + b * block, p % t->s.block_tokens, t->k + slot * DIM);
         }
     c->k = poisoned(LAYERS * layer);
     CU(cudaMemcpy((char *)c->k + LAYER * layer, host, layer, cudaMemcpyHostToDevice));
@@ -499,6 +520,16 @@ Test(mla, bf16)
     check_shapes(s, sizeof s / sizeof *s);
 }
 
+Test(mla, q8)
+{
+    NEEDS_GPU();
+    static const shape s[] = {{8, BGK_Q8, 32, false},
+                              {3, BGK_Q8, 16, true},
+                              {20, BGK_Q8, 64, true},
+                              {16, BGK_Q8, 8, false}};
+    check_shapes(s, sizeof s / sizeof *s);
+}
+
 Test(mla, plain)
 {
     NEEDS_GPU();
@@ -557,8 +588,8 @@ static void check_selected(shape s, int top_k)
     same_bits(&t, rows, b, "selected, spread");
     free(b);
     check_attention_layout(&t, rows, run_selected(&t, &some, BGK_TILES, 1, 0), "selected");
-    float *plain = run_plain(&t, &some, BGK_ROWS);
-    check_values(&t, &some, plain, bound_of(&s), "selected, plain");
+    float *plain = s.type == BGK_Q8 ? NULL : run_plain(&t, &some, BGK_ROWS);
+    if (plain) check_values(&t, &some, plain, bound_of(&s), "selected, plain");
     free(plain);
     free(rows);
     rows = run_tiles(&t, BGK_ROWS, BGK_MLA_TOKENS);
@@ -577,6 +608,7 @@ Test(mla, selected)
     check_selected((shape){8, BGK_F16, 32, false}, 64);
     check_selected((shape){3, BGK_BF16, 16, true}, 290);
     check_selected((shape){20, BGK_F16, 64, false}, 517);
+    check_selected((shape){8, BGK_Q8, 16, false}, 130);
 }
 
 /* ---- store ----------------------------------------------------------------------------------- */
@@ -615,13 +647,18 @@ static void check_store(shape s, int q_rank, bgk_layout layout)
                 k[hi] = (double)x[q_rank + RANK + hi];
                 turn(&k[lo], &k[hi], pos, t.freq[d], 1.25);
             }
-            const double bound = s.type == BGK_F32 ? 2e-6 : s.type == BGK_F16 ? 6e-4 : 4e-3;
+            const double bound = s.type == BGK_F32 ? 2e-6 : s.type == BGK_BF16 ? 4e-3 : 6e-4;
             const char *at =
                 got + (LAYER * (size_t)t.n_blocks + slot / (size_t)s.block_tokens) * block;
+            double most = 0;
+            for (int d = 0; d < RANK; d++)
+                most = fmax(most, fabs(want[d]));
             written[slot] = 1;
             for (int d = 0; d < DIM; d++) {
                 const double v = (double)get_value(c, at, pos % s.block_tokens, d);
-                cr_assert(fabs(v - want[d]) <= bound * (fabs(want[d]) + 1e-2),
+                const double off = s.type == BGK_Q8 && d < RANK ? most / 127 * 0.501
+                                                                : bound * (fabs(want[d]) + 1e-2);
+                cr_assert(fabs(v - want[d]) <= off,
                           "type %d: row %d position %d value %d: %g, want %g", (int)s.type, row,
                           pos, d, v, want[d]);
             }
@@ -664,6 +701,7 @@ Test(mla, store)
     check_store((shape){1, BGK_F16, 32, false}, 768, BGK_TILES);
     check_store((shape){1, BGK_BF16, 16, true}, 0, BGK_TILES);
     check_store((shape){1, BGK_F16, 64, true}, 2048, BGK_ROWS);
+    check_store((shape){1, BGK_Q8, 16, false}, 768, BGK_TILES);
     check_store((shape){1, BGK_F32, 16, false}, 100, BGK_ROWS);
     check_store((shape){1, BGK_F16, 24, false}, 100, BGK_TILES); /* not for tensor cores */
 }
@@ -912,13 +950,14 @@ static void bench_call(void *ctx, cudaStream_t stream)
 }
 
 /* n sequences of `ctx` tokens: the last token of each, or all of them. */
-static void bench_one(int n, int ctx, int heads, bool tiles)
+static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
 {
     enum { BLOCK = 32, NOPE_BENCH = 192 };
     const int per = (ctx + BLOCK - 1) / BLOCK, n_blocks = n * per + 1;
     const int rows = tiles ? n * ctx : n, each = (ctx + BGK_MLA_TOKENS - 1) / BGK_MLA_TOKENS;
     const size_t stride = ((size_t)rows + 255) / 256 * 256,
-                 layer = (size_t)n_blocks * BLOCK * DIM * 2;
+                 row = type == BGK_Q8 ? RANK + 2 * ROT + 4 : 2 * DIM;
+    const size_t layer = (size_t)n_blocks * BLOCK * row;
     const size_t lat = (size_t)heads * RANK, cols = (size_t)heads * (NOPE_BENCH + ROT);
     int32_t *table = malloc((size_t)n_blocks * 4);
     bgk_item *items = malloc((size_t)(tiles ? n * each : n) * sizeof *items);
@@ -956,15 +995,15 @@ static void bench_one(int n, int ctx, int heads, bool tiles)
         .nope = NOPE_BENCH,
         .scale = 0.01f,
         .rope = {to_device(freq, sizeof freq), ROT, false, 1},
-        .cache = {cache, NULL, BGK_F16, n_blocks, 1, BLOCK, DIM, RANK, NULL, NULL},
+        .cache = {cache, NULL, type, n_blocks, 1, BLOCK, DIM, RANK, NULL, NULL},
     };
     CU(cudaDeviceSynchronize());
     const double us = gpu_time_us(bench_call, &b, tiles ? 4 : 32);
     const double keys = tiles ? (double)n * ctx * (ctx + 1) / 2 : (double)n * ctx;
-    const double bytes = tiles ? 0 : keys * DIM * 2;
-    fprintf(stderr, "%-8s %4d x %5d, %3d heads: %9.1f us %6.2f TB/s %7.1f TFLOP/s\n",
-            tiles ? "prompts" : "decode", n, ctx, heads, us, bytes / us * 1e-6,
-            keys * heads * 2 * (DIM + RANK) / us * 1e-6);
+    const double bytes = tiles ? 0 : keys * (double)row;
+    fprintf(stderr, "%-7s %s %4d x %5d, %3d heads: %9.1f us %6.2f TB/s %7.1f TFLOP/s\n",
+            tiles ? "prompts" : "decode", type == BGK_Q8 ? "q8 " : "f16", n, ctx, heads, us,
+            bytes / us * 1e-6, keys * heads * 2 * (DIM + RANK) / us * 1e-6);
     void *device[] = {cache,
                       q_lat,
                       memory,
@@ -984,13 +1023,14 @@ Test(mla, bench_mla)
     NEEDS_GPU();
     if (gpu_small()) return;
     static const int batch[] = {1, 8, 32, 128, 256}, heads[] = {8, 20, 64};
-    for (int h = 0; h < 3; h++)
-        for (int i = 0; i < 5; i++) {
-            bench_one(batch[i], 1024, heads[h], false);
-            bench_one(batch[i], 4096, heads[h], false);
+    static const bgk_type types[] = {BGK_F16, BGK_Q8};
+    for (int k = 0; k < 2; k++)
+        for (int h = 0; h < 3; h++) {
+            for (int i = 0; i < 5; i++) {
+                bench_one(batch[i], 1024, heads[h], false, types[k]);
+                bench_one(batch[i], 4096, heads[h], false, types[k]);
+            }
+            bench_one(8, 1024, heads[h], true, types[k]);
+            bench_one(2, 4096, heads[h], true, types[k]);
         }
-    for (int h = 0; h < 3; h++) {
-        bench_one(8, 1024, heads[h], true);
-        bench_one(2, 4096, heads[h], true);
-    }
 }

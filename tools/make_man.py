@@ -15,6 +15,9 @@ for c,h in cmds:
         if m:
             s=(m.group(1).strip()+" "+m.group(2)).strip()
             o+=['.TP','.B '+esc(s),esc(m.group(3))]
+o+=['.SH MODELS','GGUF files, also split ones (any part opens them all), of these architectures:','.TP','.B llama','Llama 2 and 3, Mistral, SmolLM2; with experts: Mixtral.','.TP','.B qwen2, qwen3, gemma3, glm4','Qwen 2, 2.5 and 3, Gemma 3, GLM\\-4\\-0414; dense.','.TP','.B qwen2moe, qwen3moe, glm4moe, gpt\\-oss','With experts.','.TP','.B deepseek2','DeepSeek V2, V3, R1, Kimi\\-K2, GLM\\-4.7\\-Flash: experts and latent attention.','.TP','.B glm\\-dsa','GLM\\-5: the same with an indexer that chooses keys.',
+'.PP','Each rank of','.B \\-\\-tp','has a part of every expert: what tokens choose does not change how the work is shared. With latent attention every rank has the keys and values of all heads, one row a token and layer. Blocks that predict further tokens are skipped.',
+'.PP','.B batchgen inspect','MODEL','.B \\-\\-tp','N','.B \\-\\-device\\-memory','SIZE says who holds what, how many tokens fit beside the weights, and what a step reads and computes at least. With','.B \\-\\-load\\-format dummy','the file may end after its header.']
 o+=['.SH FILES','.TP','.I OUTPUT','LZ4 frames of whole JSON lines when the name ends in .lz4, else plain text.','.TP','.I OUTPUT.journal','The job\\(aqs identity and one checksummed line a commit.','.TP','.I $XDG_CONFIG_HOME/batchgen/config.json','The user\\(aqs defaults.',
 '.SH "EXIT STATUS"']
 for a,b in [("0","All records done, none failed."),("1","All records done, some have error results."),("64","Usage, or the output belongs to another job."),("65","Bad data."),("66","No input."),("69","A worker process failed for good."),("70","Out of memory, or a bug."),("73","The output cannot be created."),("74","I/O error, disk full."),("75","Not finished: start again to go on. Also when another run holds the lock."),("78","Bad configuration or model.")]:

@@ -226,8 +226,8 @@ static size_t lay_out(job *j, const bg_experts *e, uintptr_t base, int64_t n_row
     j->row = (int32_t *)(base + take(&at, n * sizeof *j->row));
     j->entry = (int32_t *)(base + take(&at, n * sizeof *j->entry));
     j->place = (int32_t *)(base + take(&at, (size_t)e->n_experts * sizeof *j->place));
-    j->active =
-        (active *)(base + take(&at, (size_t)(e->n_experts + e->n_shared) * sizeof *j->active));
+    const size_t most = (size_t)e->n_experts + (size_t)e->n_shared;
+    j->active = (active *)(base + take(&at, most * sizeof *j->active));
     j->tiles = (tile *)(base + take(&at, n * sizeof *j->tiles));
     at += lin_lay_out(&e->in, e->d_model, &j->h, base + at, n_rows);
     at += lin_lay_out(&e->in, e->d_model, &j->in, base + at, (int64_t)n);

@@ -220,7 +220,7 @@ static size_t take(size_t *at, size_t bytes)
 /* Cuts the job's arrays for n_rows tokens from memory at base; returns their bytes. */
 static size_t lay_out(job *j, const bg_experts *e, uintptr_t base, int64_t n_rows, int n_threads)
 {
-    const size_t rows = (size_t)n_rows, slots = (size_t)(e->n_used + e->n_shared);
+    const size_t rows = (size_t)n_rows, slots = (size_t)e->n_used + (size_t)e->n_shared;
     const size_t n = rows * slots, d = (size_t)e->d_model, f = (size_t)e->d_ff;
     size_t at = 0;
     j->row = (int32_t *)(base + take(&at, n * sizeof *j->row));

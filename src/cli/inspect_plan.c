@@ -88,11 +88,15 @@ static void print_kinds(const bg_text_model *m, const bg_memory_plan *p)
            p->tp > 1 ? "   of one rank" : "");
     for (int k = 0; k < BG_N_KINDS; k++) {
         const uint64_t n = all.sums.params[k], bytes = all.sums.bytes[k];
-        if (!n || (k == BG_KIND_HEAD && d->tied)) continue;
+        const bool again = k == BG_KIND_HEAD && d->tied; /* a rank's rows of the embedding */
+        if (!n || (again && p->tp == 1)) continue;
         bg_format_bytes(bytes, a, sizeof a);
         bg_format_bytes(most.sums.bytes[k], b, sizeof b);
-        printf("  %-14s %11.4g %10s %7.2f", bg_kind_name(k), (double)n, a,
-               8 * (double)bytes / (double)n);
+        if (again)
+            printf("  %-14s %11s %10s %7s", "output, tied", "", "", "");
+        else
+            printf("  %-14s %11.4g %10s %7.2f", bg_kind_name(k), (double)n, a,
+                   8 * (double)bytes / (double)n);
         if (p->tp > 1) printf("   %11s", k == BG_KIND_SKIPPED ? "-" : b);
         putchar('\n');
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What happens when a GPU's rank dies, errs, hangs or runs out of memory; and tensor and data
-parallel ranks that share one GPU. Prints PASS or FAIL for each case; exit 1 if one failed."""
+parallel ranks, which share one GPU unless there are more (BATCHGEN_TEST_GPUS: how many). Prints PASS or FAIL for each case; exit 1 if one failed."""
 import json
 import os
 import signal
@@ -16,6 +16,15 @@ MODEL = f"{TMP}/failures.gguf"
 EACH = ["--commit-bytes", "1", "--commit-interval", "0.01"]
 DIR = tempfile.mkdtemp(dir=TMP)
 LIMIT_S = 100  # of one run
+N_GPUS = int(os.environ.get("BATCHGEN_TEST_GPUS", "1"))
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "golden", "models")
+# One of each family beyond the dense ones: experts, latents, indexer, sinks.
+FAMILIES = ["tiny-qwen3moe.q8_0", "tiny-qwen2moe.q5_1", "tiny-mixtral.q5_0", "tiny-glm4.q5_0", "tiny-glm4moe.q5_0",
+            "tiny-gpt-oss.mxfp4", "tiny-dsv3.q8_0", "tiny-v2.legacy", "tiny-dsa.q8_0"]
+
+
+def gpus(n_ranks):
+    return "cuda:" + ",".join(str(i % N_GPUS) for i in range(n_ranks))
 
 
 class Bad(Exception):
@@ -30,13 +39,13 @@ def must(ok, why):
 class Run:
     """A job on the GPU: its output, exit status, messages and summary."""
 
-    def __init__(self, name, inp, *args, device="cuda:0", fault=None, on_start=None):
+    def __init__(self, name, inp, *args, device="cuda:0", fault=None, on_start=None, model=None):
         self.out = f"{DIR}/{name}.jsonl"
         summary = f"{DIR}/{name}.summary"
         env = environment()
         if fault:
             env["BATCHGEN_TEST_GPU_FAULT"] = fault
-        command = [BATCHGEN, "run", inp, "-m", MODEL, "-o", self.out, "--ordered", "--device", device, "--overwrite",
+        command = [BATCHGEN, "run", inp, "-m", model or MODEL, "-o", self.out, "--ordered", "--device", device, "--overwrite",
                    "--max-model-len", "1024", "--max-num-seqs", "8", "--temperature", "0", "--kv-cache-memory", "256MiB",
                    "--summary", summary, "--log-level", "info", *map(str, args)]
         job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
@@ -112,8 +121,7 @@ def one():
 
 
 def short(tp, *args, name=None, **kw):
-    devices = "cuda:" + ",".join("0" * tp)
-    return made(name or f"short{tp}", SHORT, "--tp", tp, *args, device=devices, **kw)
+    return made(name or f"short{tp}", SHORT, "--tp", tp, *args, device=gpus(tp), **kw)
 
 
 # ---- cases ------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def case_tp4():
 
 def case_tp2_exact():
     """--compute f32: the CPU's very tokens, but for ties."""
-    gpu = made("f32", SHORT, "--tp", 2, "--compute", "f32", device="cuda:0,0")
+    gpu = made("f32", SHORT, "--tp", 2, "--compute", "f32", device=gpus(2))
     cpu = made("f32cpu", SHORT, "--tp", 2, "--compute", "f32", device="cpu")
     share = same_share(gpu, cpu)
     must(share >= 0.9, f"only {share:.0%} as on the CPU")
@@ -203,25 +211,25 @@ def case_tp2_exact():
 
 
 def case_tp2_killed():
-    r = Run("tp2killed", SHORT, "--tp", 2, *EACH, device="cuda:0,0", on_start=kill_rank(1)).good()
+    r = Run("tp2killed", SHORT, "--tp", 2, *EACH, device=gpus(2), on_start=kill_rank(1)).good()
     must(r.restarts() >= 1, "was not started again")
     must(digest(r.out) == digest(short(2).out), "another output")
 
 
 def case_tp2_sticky():
-    r = Run("tp2sticky", SHORT, "--tp", 2, device="cuda:0,0", fault="step:6,illegal-address,rank:1").good()
+    r = Run("tp2sticky", SHORT, "--tp", 2, device=gpus(2), fault="step:6,illegal-address,rank:1").good()
     must(r.restarts() >= 1, "no failure")
     must(digest(r.out) == digest(short(2).out), "another output")
 
 
 def case_tp2_hang():
-    r = Run("tp2hang", SHORT, "--tp", 2, "--hang-timeout", "5", device="cuda:0,0", fault="step:8,hang,rank:1").good()
+    r = Run("tp2hang", SHORT, "--tp", 2, "--hang-timeout", "5", device=gpus(2), fault="step:8,hang,rank:1").good()
     must(r.restarts() >= 1, "no failure")
     must(digest(r.out) == digest(short(2).out), "another output")
 
 
 def case_tp2_bench():
-    p = subprocess.run([BATCHGEN, "bench", "-m", MODEL, "--device", "cuda:0,0", "--tp", "2", "--batch", "1,2", "-p", "16",
+    p = subprocess.run([BATCHGEN, "bench", "-m", MODEL, "--device", gpus(2), "--tp", "2", "--batch", "1,2", "-p", "16",
                         "-g", "4"], capture_output=True, env=environment(), timeout=LIMIT_S, text=True)
     must(p.returncode == 0, f"exit {p.returncode}: {p.stderr[-800:]}")
     return p.stdout.strip().splitlines()[-1]
@@ -235,6 +243,37 @@ def case_dp2():
 def case_dp2_killed():
     r = Run("dp2killed", LONG, "--dp", 2, *EACH, device="cuda:0", on_start=kill_rank(0)).good()
     must(digest(r.out) == digest(one().out), "another output")
+
+
+def families(tp, inp):
+    """float32: the CPU's texts, with as many ranks; native: the same bytes as graphs and eager."""
+    notes, bad = [], []
+    for family in FAMILIES:
+        args = {"model": f"{GOLDEN}/{family}.gguf", "device": gpus(tp)}
+        exact = Run(f"{family}.f32.{tp}", inp, "--tp", tp, "--compute", "f32", **args).good()
+        cpu = Run(f"{family}.cpu.{tp}", inp, "--tp", tp, "--compute", "f32", model=args["model"], device="cpu").good()
+        share = same_share(exact, cpu)
+        graph = Run(f"{family}.graph.{tp}", inp, "--tp", tp, **args).good()
+        eager = Run(f"{family}.eager.{tp}", inp, "--tp", tp, "--eager", **args).good()
+        same = digest(graph.out) == digest(eager.out)
+        notes.append(f"{family} {share:.0%}/{same_share(graph, cpu):.0%}")
+        if share < 0.85 or not same:
+            bad.append(f"{family}: {share:.0%} of texts as on the CPU, graphs and eager {'the same' if same else 'differ'}")
+    must(not bad, "; ".join(bad))
+    return "texts as on the CPU in float32 / native: " + ", ".join(notes)
+
+
+def case_families():
+    return families(1, SHORT)
+
+
+def case_families_tp2():
+    return families(2, SHORT if N_GPUS > 1 else FEW)
+
+
+def case_families_tp8():
+    """Eight ranks are more than most of these have heads, or experts' columns to share."""
+    return families(8, FEW)
 
 
 def main():
@@ -257,5 +296,7 @@ make_model(MODEL, "tiny-llama", "q4_k_m", "--layers", "2")
 LONG = write_lines(f"{DIR}/long.jsonl", prompts(60))
 SHORT = write_lines(f"{DIR}/short.jsonl", [{"id": r["id"], "prompt": r.get("prompt", "the sea")[:120], "max_tokens": 8}
                                            for r in prompts(16, seed=2)])
+FEW = write_lines(f"{DIR}/few.jsonl", [{"id": r["id"], "prompt": r.get("prompt", "the sea")[:60], "max_tokens": 3}
+                                       for r in prompts(6, seed=3)])
 if __name__ == "__main__":
     sys.exit(main())

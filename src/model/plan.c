@@ -200,8 +200,10 @@ uint64_t bg_kv_bytes_per_token(const bg_desc *d, const bg_shard *s, bg_cache_typ
     }
     for (int l = 0; l < d->n_layers && d->index_heads; l++)
         if (bg_layer_indexed(d, l)) index += (uint64_t)d->index_dim * (size == 4 ? 4 : 2);
-    const uint64_t row = (uint64_t)(d->kv_rank + d->n_rot), scale = size == 1 ? sizeof(float) : 0;
-    return (uint64_t)d->n_layers * (row * size + scale) + index;
+    /* In 8 bits: the latent with a scale, and the rope key in 16. */
+    const uint64_t latent = (uint64_t)d->kv_rank, rope = (uint64_t)d->n_rot;
+    const uint64_t row = size == 1 ? latent + 2 * rope + sizeof(float) : (latent + rope) * size;
+    return (uint64_t)d->n_layers * row + index;
 }
 
 uint64_t bg_macs_per_token(const bg_desc *d)

@@ -134,9 +134,10 @@ Test(desc, experts_and_latent_attention)
     cr_expect_float_eq(d.attn_scale, 1.3688879 * 1.3688879 / 8, 1e-6);
     cr_assert(!bg_shard_plan(&s, &d, g, 2, 3, &err), "%s", err.text);
     cr_expect(s.head0 == 2 && s.n_heads == 1 && s.n_kv_heads == 1);
-    /* Each layer holds 96 values; in 8 bits, and a scale. */
+    /* Each layer holds 64 + 32 values; in 8 bits 64 of them, and their scale. */
     cr_expect_eq(bg_kv_bytes_per_token(&d, &s, BG_CACHE_BF16), 2 * 96 * 2);
     cr_expect_eq(bg_kv_bytes_per_token(&d, &s, BG_CACHE_F32), 2 * 96 * 4);
+    cr_expect_eq(bg_kv_bytes_per_token(&d, &s, BG_CACHE_Q8), 2 * (64 + 32 * 2 + 4));
     const uint64_t attention = 96 * (96 + 96) + 96 * 3 * 64 + 3 * 64 * 96 + 3 * 64 * 96;
     const uint64_t dense = 3 * 96 * 160, experts = 96 * 16 + 3 * 96 * 128 * 5;
     cr_expect_eq(bg_macs_per_token(&d), 2 * attention + dense + experts + 96 * 600);

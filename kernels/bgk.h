@@ -473,13 +473,13 @@ typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
 cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
                           const bgk_selected *s, cudaStream_t stream);
 /* On tensor cores, where bgk_mla_fits(): q_lat BGK_HALF_ROWS, q BGK_TILES. Keys (those of the list)
- * are taken 64 at a time into units of 256 from the first on, each with its own softmax; units are
+ * are taken 64 at a time into units of 128 from the first on, each with its own softmax; units are
  * merged in their order. So all of these, however work is spread, give a row the same bits.
  * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes, any
  * contents): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on, n_heads * (v_dim + 2) floats each.
  * _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one by one. Grids depend
  * on n, r->rows and n_sms. */
-enum { BGK_MLA_UNIT = 256, BGK_MLA_TOKENS = 128 };
+enum { BGK_MLA_UNIT = 128, BGK_MLA_TOKENS = 128 };
 cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
                            const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,
                            cudaStream_t stream);
@@ -601,6 +601,13 @@ bgk_sum bgk_sum_way(int64_t n, int n_ranks); /* likely the fastest */
  * comes. */
 cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, bgk_sum way,
                           cudaStream_t stream);
+/* s = the sum over ranks of y, by lines; x += s; out = rms_norm(x): the bits of bgk_sum_peers() and
+ * bgk_rms_norm(). For few rows, on compute capability 9.0 and later, out in BGK_TILES, cols and
+ * strides multiples of 4, pointers 16-byte aligned; else cudaErrorInvalidValue. y stays. */
+bool bgk_sum_peers_norm_fits(int rows, int cols);
+cudaError_t bgk_sum_peers_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
+                               int64_t y_cols, const float *w, float eps, int rows, int cols,
+                               const bgk_peers *p, cudaStream_t stream);
 /* Takes so long on the stream, and does nothing. */
 cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream);
 /* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs

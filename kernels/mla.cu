@@ -1,17 +1,20 @@
 /* kernels/mla.cu - attention over latents (DeepSeek-V2, arXiv:2405.04434), absorbed, on Hopper.
  *
  *   requires  bgk_mla_fits(); q_lat in BGK_HALF_ROWS, q in BGK_TILES; scale > 0
- *   launch    a block an item, N of its (token, head) pairs (a token's heads beside each other) and
- *             split: two warpgroups that work and one that brings keys; may start early
+ *   launch    a block a processor takes works by turns: an item, N of its (token, head) pairs (a
+ *             token's heads beside each other), a split. Two warpgroups work, one brings keys, the
+ *             next work's while the last one's results go out. May start early
  *   layout    keys, later values, are wgmma's A, both from the one copy of the latents in shared
  *             memory: S^T [64 keys, N] = K Q^T, O^T [512, N] = V^T P^T. Warpgroup w sums half of
- * the dims of S and has dims 256 w and on of O. So 8 heads cost N = 8, not 64 rows memory    two
- * stages of 64 keys; Q, P and S in shared memory, O in registers order     S is the sum of both
- * halves. In a unit of BGK_MLA_UNIT keys: running maximum, O and l times its change, plus the next
- * 64 keys' (P in 16 bits; l by a binary tree). Units are merged as in attention.cuh. Keys that a
- * row does not see have P = 0 and leave its maximum as it is spread    where items are fewer than
- * processors, units are spread over blocks; a unit's own (m, l, O) goes to `parts`, and a second
- * kernel merges them proof     tests/gpu/test_mla.c */
+ *             the dims of S and has dims 256 w and on of O. So 8 heads cost N = 8, not 64 rows
+ *   memory    two stages of 64 keys; Q, P and S in shared memory, O in registers
+ *   order     S is the sum of both halves. In a unit of BGK_MLA_UNIT keys: running maximum, O and
+ *             l times its change, plus the next 64 keys' (P in 16 bits; l by a binary tree). Units
+ *             are merged as in attention.cuh. Keys that a row does not see have P = 0 and leave
+ *             its maximum as it is
+ *   spread    where items are fewer than processors, units are spread over blocks; a unit's own
+ *             (m, l, O) goes to `parts`, and a second kernel merges them
+ *   proof     tests/gpu/test_mla.c */
 #include "mla.cuh"
 #include "wgmma.cuh"
 
@@ -31,10 +34,11 @@ struct mla_args {
     bgk_rows rows;         /* blocks; of selected rows also pos, seq, block0 */
     const bgk_item *items; /* NULL: all rows, by themselves */
     bgk_selected s;
-    float *parts; /* O: [part, head, 512]; then (m, l): [part, head] */
-    int parts_cap, splits, row_tiles;
-    bool many; /* items of many tokens */
+    float *parts;                            /* O: [part, head, 512]; then (m, l): [part, head] */
+    int parts_cap, splits, row_tiles, works; /* works: items times row tiles times splits */
+    bool many;                               /* items of many tokens */
     int64_t block_bytes;
+    uint32_t by_heads; /* heads_divided() */
 };
 
 /* Shared memory. A stage of 16-bit values is nine panels [64 keys][64]. Q8: [64 keys][512] int8,
@@ -82,6 +86,44 @@ __device__ spreading spread_of(const mla_args &a, const bgk_item &item, int unit
     if (splits > 1 && item.n > a.parts_cap - units) splits = 1;
     const int each = (units + splits - 1) / splits;
     return {(units + each - 1) / each, each};
+}
+
+/* pair / n_heads, for pair < 2^16. */
+__device__ inline int heads_divided(const mla_args &a, int pair)
+{
+    return a.a.n_heads == 1 ? pair : (int)__umulhi((uint32_t)pair, a.by_heads);
+}
+
+/* One row tile of an item, and one split of its units. */
+struct mla_work {
+    bgk_item item;
+    int listed, n_keys; /* listed 0: its keys are those up to its last position */
+    int pair0, n_pairs; /* of the row tile; of the item */
+    int begin, end;     /* tiles of keys; none: there is nothing to do */
+    bool spread;
+};
+
+__device__ inline int item_number(const mla_args &a, int w)
+{
+    return w / (a.row_tiles * a.splits);
+}
+
+__device__ inline mla_work work_of(const mla_args &a, int w, const bgk_item &item, int listed,
+                                   int n)
+{
+    mla_work x = {item, listed};
+    const int rest = w % (a.row_tiles * a.splits), split = rest % a.splits, tile = rest / a.splits;
+    x.n_pairs = (a.many ? item.n : 1) * a.a.n_heads;
+    x.pair0 = (a.many ? a.row_tiles - 1 - tile : tile) * n;
+    if (x.pair0 >= x.n_pairs || item.pos0 < 0) return x;
+    x.n_keys = listed ? listed : item.pos0 + heads_divided(a, min(x.pair0 + n, x.n_pairs) - 1) + 1;
+    const int tiles = (x.n_keys + KEYS - 1) / KEYS;
+    const spreading spread = spread_of(a, item, (tiles + UNIT_TILES - 1) / UNIT_TILES);
+    if (split >= spread.splits) return x;
+    x.begin = split * spread.each * UNIT_TILES;
+    x.end = min(tiles, x.begin + spread.each * UNIT_TILES);
+    x.spread = spread.splits > 1;
+    return x;
 }
 
 __device__ float2 *part_ml(const mla_args &a)
@@ -295,48 +337,73 @@ __device__ inline void unpack(uint32_t panels, uint32_t stage, int thread)
 /* ---- queries -----------------------------------------------------------------------------------
  */
 
-/* Rows pair0 .. pair0 + N of Q to panels [N][64], 0 from n_pairs on. */
+/* A work's rows of Q to panels [N][64], 0 where there is none. All that is read is asked for before
+ * anything is waited for. */
 template <typename T, int N>
-__device__ void load_q(uint32_t to, const bgk_mla &a, const bgk_item &item, int pair0, int n_pairs,
-                       int thread)
+__device__ inline void load_q(uint32_t to, const mla_args &args, const mla_work &x, int thread)
 {
-#pragma unroll 4
-    for (int i = thread; i < N * 64; i += WORKERS) {
-        const int r = i / 64, piece = i % 64, pair = pair0 + r;
-        uint4 v = {};
-        if (pair < n_pairs) {
-            const int token = pair / a.n_heads, head = pair - token * a.n_heads;
-            v = *(const uint4 *)((const __half *)a.q_lat.data +
-                                 (item.row0 + token) * a.q_lat.stride + head * MLA_LATENT +
-                                 piece * 8);
-        }
-        if constexpr (!std::is_same<T, __half>::value) {
-            uint32_t *w = (uint32_t *)&v;
+    constexpr bool HALF = std::is_same<T, __half>::value;
+    const bgk_mla &a = args.a;
+    const int piece = thread % 64;
+    uint4 v[HALF ? 1 : N / 4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 f = __half22float2(*(const __half2 *)&w[j]);
-                w[j] = att_pack<T>(f.x, f.y);
+    for (int i = 0; i < N / 4; i++) {
+        const int r = thread / 64 + 4 * i, pair = x.pair0 + r;
+        const bool any = pair < x.n_pairs;
+        const int token = heads_divided(args, pair), head = pair - token * a.n_heads;
+        const __half *from =
+            (const __half *)a.q_lat.data +
+            (any ? (x.item.row0 + token) * a.q_lat.stride + head * MLA_LATENT : 0) + piece * 8;
+        if constexpr (HALF)
+            att_copy16(
+                to + (uint32_t)(piece / 8 * N * 128 + r * 128 + (((piece % 8) ^ (r & 7)) << 4)),
+                from, any);
+        else
+            v[i] = any ? *(const uint4 *)from : uint4{};
+    }
+    if constexpr (HALF) ptx_copy_commit();
+    /* A warp has the rope part of rows warp, warp + 8, ..: a lane two values. */
+    constexpr int EACH = N / 8;
+    const int i = thread % 32, lo = a.rope.neox ? i : 2 * i, hi = a.rope.neox ? i + 32 : 2 * i + 1;
+    const float freq = a.rope.freq[i];
+    __half u[EACH][2];
+    int token[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int pair = x.pair0 + thread / 32 + 8 * j;
+        token[j] = heads_divided(args, pair);
+        const int col = (pair - token[j] * a.n_heads) * (a.nope + MLA_ROPE) + a.nope;
+        const __half *q = (const __half *)a.q.data;
+        u[j][0] = u[j][1] = __half(0.0f);
+        if (pair >= x.n_pairs) continue;
+        u[j][0] = q[tile_at(a.q.stride, x.item.row0 + token[j], col + lo)];
+        u[j][1] = q[tile_at(a.q.stride, x.item.row0 + token[j], col + hi)];
+    }
+    if constexpr (!HALF)
+#pragma unroll
+        for (int j = 0; j < N / 4; j++) {
+            const int r = thread / 64 + 4 * j;
+            uint32_t *w = (uint32_t *)&v[j];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float2 f = __half22float2(*(const __half2 *)&w[e]);
+                w[e] = att_pack<T>(f.x, f.y);
             }
+            put16(to + (uint32_t)(piece / 8 * N * 128 + r * 128 + (((piece % 8) ^ (r & 7)) << 4)),
+                  v[j]);
         }
-        put16(to + (uint32_t)(piece / 8 * N * 128 + r * 128 + (((piece % 8) ^ (r & 7)) << 4)), v);
-    }
-    const int i = thread % 32, head_dim = a.nope + MLA_ROPE;
-    const int lo = a.rope.neox ? i : 2 * i, hi = a.rope.neox ? i + 32 : 2 * i + 1;
     const uint32_t last = to + (MLA_PANELS - 1) * N * 128;
-    for (int r = thread / 32; r < N; r += WORKERS / 32) {
-        const int pair = pair0 + r;
-        float2 v = {0, 0};
-        if (pair < n_pairs) {
-            const int token = pair / a.n_heads, head = pair - token * a.n_heads;
-            const int row = item.row0 + token, col = head * head_dim + a.nope;
-            const __half *q = (const __half *)a.q.data;
-            v = mla_turn(__half2float(q[tile_at(a.q.stride, row, col + lo)]),
-                         __half2float(q[tile_at(a.q.stride, row, col + hi)]), item.pos0 + token,
-                         a.rope.freq[i], a.rope.mscale);
-        }
-        put_value<T>(last + (uint32_t)(r * 128 + (((lo / 8) ^ (r & 7)) << 4) + lo % 8 * 2), v.x);
-        put_value<T>(last + (uint32_t)(r * 128 + (((hi / 8) ^ (r & 7)) << 4) + hi % 8 * 2), v.y);
+    float2 angle = {};
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int r = thread / 32 + 8 * j;
+        if (j == 0 || token[j] != token[j - (j > 0)])
+            angle = mla_angle(x.item.pos0 + token[j], freq, a.rope.mscale);
+        const float2 t = mla_turned(__half2float(u[j][0]), __half2float(u[j][1]), angle);
+        put_value<T>(last + (uint32_t)(r * 128 + (((lo / 8) ^ (r & 7)) << 4) + lo % 8 * 2), t.x);
+        put_value<T>(last + (uint32_t)(r * 128 + (((hi / 8) ^ (r & 7)) << 4) + hi % 8 * 2), t.y);
     }
+    if constexpr (HALF) ptx_copy_wait<0>();
 }
 
 /* ---- softmax -----------------------------------------------------------------------------------
@@ -454,47 +521,66 @@ __device__ inline void merge_rows(float (&all)[4][N / 2], const float (&d)[4][N 
 /* ---- results -----------------------------------------------------------------------------------
  */
 
-/* f(row, dim, value) for all values that the thread has of O. */
+/* f(row) for the rows of O that the thread has, and what that gives (dim, value) for its values. */
 template <int N, typename F>
 __device__ inline void each_value(const float (&o)[4][N / 2], int thread, F f)
 {
     const int lane = thread % 32, dim0 = thread / 128 * 256 + thread / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int m = 0; m < 4; m++)
+    for (int j = 0; j < N / 8; j++)
 #pragma unroll
-        for (int j = 0; j < N / 8; j++)
+        for (int e = 0; e < 2; e++) {
+            const auto put_one = f(8 * j + lane % 4 * 2 + e);
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                f(8 * j + lane % 4 * 2 + e % 2, dim0 + 64 * m + e / 2 * 8, o[m][4 * j + e]);
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    put_one(dim0 + 64 * m + i * 8, o[m][4 * j + 2 * i + e]);
+        }
 }
 
+/* room: N * OUT_PITCH bytes that nobody reads any more. */
 template <int N>
-__device__ void store_result(const mla_args &a, const float (&o)[4][N / 2], const bgk_item &item,
-                             int pair0, int n_pairs, unsigned char *room, int thread)
+__device__ inline void store_result(const mla_args &a, const float (&o)[4][N / 2],
+                                    const mla_work &x, uint32_t room, int thread)
 {
     const int heads = a.a.n_heads;
     if (a.out.layout != BGK_TILES) {
-        each_value<N>(o, thread, [&](int r, int dim, float v) {
-            const int pair = pair0 + r, token = pair / heads;
-            if (pair < n_pairs)
-                ((float *)a.out.data)[(item.row0 + token) * a.out.stride +
-                                      (pair - token * heads) * MLA_LATENT + dim] = v;
+        each_value<N>(o, thread, [&](int r) {
+            const int pair = x.pair0 + r, token = heads_divided(a, pair);
+            float *to = (float *)a.out.data + (x.item.row0 + token) * a.out.stride +
+                        (pair - token * heads) * MLA_LATENT;
+            const bool any = pair < x.n_pairs;
+            return [=](int dim, float v) {
+                if (any) to[dim] = v;
+            };
         });
         return;
     }
-    workers_meet(); /* all have multiplied: stages are free */
-    each_value<N>(o, thread, [&](int r, int dim, float v) {
-        const int row = item.row0 + (pair0 + r) / heads, i = dim % 32;
-        *(__half *)(room + r * OUT_PITCH + dim / 64 * 128 + ((i / 4) ^ (row & 7)) * 16 +
-                    (i % 4 * 2 + dim % 64 / 32) * 2) = tile_half(v);
+    each_value<N>(o, thread, [&](int r) {
+        const int row = x.item.row0 + heads_divided(a, x.pair0 + r);
+        const uint32_t to = room + (uint32_t)(r * OUT_PITCH);
+        return [=](int dim, float v) {
+            const int i = dim % 32;
+            put_value<__half>(to + (uint32_t)(dim / 64 * 128 + ((i / 4) ^ (row & 7)) * 16 +
+                                              (i % 4 * 2 + dim % 64 / 32) * 2),
+                              v);
+        };
     });
     workers_meet();
-    for (int i = thread; i < N * 64; i += WORKERS) {
-        const int r = i / 64, pair = pair0 + r, token = pair / heads, head = pair - token * heads;
-        if (pair >= n_pairs) break;
-        __half *to = (__half *)a.out.data +
-                     ((int64_t)(head * 8 + i % 64 / 8) * a.out.stride + item.row0 + token) * 64;
-        *(uint4 *)(to + i % 8 * 8) = *(const uint4 *)(room + r * OUT_PITCH + i % 64 * 16);
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        const int piece = thread % 64, r = thread / 64 + 4 * i, pair = x.pair0 + r;
+        const int token = heads_divided(a, pair), head = pair - token * heads;
+        uint4 v;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(room + (uint32_t)(r * OUT_PITCH + piece * 16))
+                     : "memory");
+        if (pair < x.n_pairs)
+            *(uint4 *)((__half *)a.out.data +
+                       ((int64_t)(head * 8 + piece / 8) * a.out.stride + x.item.row0 + token) * 64 +
+                       piece % 8 * 8) = v;
     }
 }
 
@@ -512,25 +598,9 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
     const uint32_t base = (ptx_shared(dynamic) + 1023) & ~1023u;
     const uint32_t full = base + L::BARS, empty = full + 8 * STAGES;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int split = blockIdx.x % a.splits, tile = blockIdx.x / a.splits;
-    if (a.s.list) ptx_wait_prior();
-    const bgk_item item = item_of(a, blockIdx.y);
-    const int listed = listed_of(a, item);
-    const int heads = a.a.n_heads, n_pairs = (a.many ? item.n : 1) * heads;
-    const int pair0 = (a.many ? a.row_tiles - 1 - tile : tile) * N;
-    if (pair0 >= n_pairs || item.pos0 < 0) return;
-    const int pos_hi = item.pos0 + (min(pair0 + N, n_pairs) - 1) / heads;
-    const int n_keys = listed ? listed : pos_hi + 1;
-    const int n_tiles = (n_keys + KEYS - 1) / KEYS;
-    const int units = (n_tiles + UNIT_TILES - 1) / UNIT_TILES;
-    const spreading spread = spread_of(a, item, units);
-    if (split >= spread.splits) return;
-    const int begin = split * spread.each * UNIT_TILES;
-    const int end = min(n_tiles, begin + spread.each * UNIT_TILES);
-
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(full + 8 * i, listed ? BRINGERS : 1);
+            mbar_init(full + 8 * i, a.s.list ? BRINGERS : 1);
             mbar_init(empty + 8 * i, WORKERS / 32);
         }
         mbar_init_fence();
@@ -538,154 +608,188 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
     __syncthreads();
 
     if (warp >= WORKERS / 32) {
-        ptx_fewer_registers<56>();
-        if (!listed && warp > WORKERS / 32) return;
+        ptx_fewer_registers<72>();
+        if (!a.s.list && warp > WORKERS / 32) return;
         const bgk_cache &c = a.a.cache;
-        const key_source keys = {mla_block(c, a.a.layer, 0, a.block_bytes),
-                                 a.rows.blocks + item.block0, a.block_bytes, c.block_tokens};
-        bool waited = a.s.list != NULL;
-        for (int t = begin; t < end; t++) {
-            const int n = t - begin, stage = n % STAGES, left = min(KEYS, n_keys - t * KEYS);
-            if (n >= STAGES) mbar_wait(empty + 8 * stage, (n / STAGES - 1) & 1);
-            /* Tables came with the step's copy, and keys before the item's first are from earlier
-             * steps: nothing that the kernel before writes. */
-            if (!waited && (t + 1) * KEYS > item.pos0) {
-                ptx_wait_prior();
-                waited = true;
-            }
-            if (listed)
-                bring_listed<L>(base + stage * L::STAGE, full + 8 * stage, keys,
-                                a.s.list + (int64_t)item.row0 * a.s.top_k + t * KEYS, left,
-                                warp - WORKERS / 32, lane);
-            else if (L::Q8)
-                bring_q8<L>(base + stage * L::STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
-            else
-                bring(base + stage * L::STAGE, full + 8 * stage, keys, t * KEYS, left, lane);
+        bool waited = false;
+        int n = 0; /* tiles so far */
+        if (a.s.list) {
+            ptx_wait_prior();
+            waited = true;
         }
-        if (listed) ptx_copy_wait<0>();
+        for (int w = blockIdx.x; w < a.works; w += gridDim.x) {
+            const bgk_item item = item_of(a, item_number(a, w));
+            const mla_work x = work_of(a, w, item, listed_of(a, item), N);
+            const key_source keys = {mla_block(c, a.a.layer, 0, a.block_bytes),
+                                     a.rows.blocks + item.block0, a.block_bytes, c.block_tokens};
+            for (int t = x.begin; t < x.end; t++, n++) {
+                const int stage = n % STAGES, left = min(KEYS, x.n_keys - t * KEYS);
+                const uint32_t at = base + stage * L::STAGE, bar = full + 8 * stage;
+                if (n >= STAGES) mbar_wait(empty + 8 * stage, (n / STAGES - 1) & 1);
+                /* Tables came with the step's copy, and keys before the item's first are from
+                 * earlier steps: nothing that the kernel before writes. */
+                if (!waited && (t + 1) * KEYS > item.pos0) {
+                    ptx_wait_prior();
+                    waited = true;
+                }
+                if (x.listed) {
+                    bring_listed<L>(at, bar, keys,
+                                    a.s.list + (int64_t)item.row0 * a.s.top_k + t * KEYS, left,
+                                    warp - WORKERS / 32, lane);
+                    continue;
+                }
+                if (a.s.list && thread != WORKERS) mbar_arrive(bar); /* all bringers arrive there */
+                if (warp > WORKERS / 32) continue;
+                if (L::Q8)
+                    bring_q8<L>(at, bar, keys, t * KEYS, left, lane);
+                else
+                    bring(at, bar, keys, t * KEYS, left, lane);
+            }
+        }
+        if (a.s.list) ptx_copy_wait<0>();
         return;
     }
 
-    ptx_more_registers<224>();
+    ptx_more_registers<216>();
+    const int first = item_number(a, blockIdx.x);
+    if (a.s.list) ptx_wait_prior();
+    bgk_item item = item_of(a, first);
+    int listed = listed_of(a, item);
     ptx_wait_prior();
     ptx_let_next_start();
-    load_q<V, N>(base + L::Q, a.a, item, pair0, n_pairs, thread);
-    fence_async();
-    workers_meet();
 
     const int wg = __shfl_sync(0xffffffffu, thread / 128, 0); /* in a uniform register */
     const int row = thread / L::THREADS, k0 = thread % L::THREADS * L::MINE;
-    const int last_key =
-        listed ? listed - 1 : item.pos0 + min(pair0 + row, n_pairs - 1) / heads; /* that row sees */
     const float by = __fmul_rn(a.a.scale, LOG2E);
-    row_state state = {-INFINITY, 0, -INFINITY, 0};
-    float o[4][N / 2] = {}, all[4][N / 2] = {};
     const uint32_t factors = base + L::FACTORS;
-    for (int t = begin; t < end; t++) {
-        const int n = t - begin, stage = n % STAGES, left = n_keys - t * KEYS;
-        const uint32_t at = base + stage * L::STAGE, panels = L::Q8 ? base + L::MADE : at;
-        mbar_wait(full + 8 * stage, n / STAGES & 1);
-        if (listed) fence_async();                          /* the copies were ordinary ones */
-        if (!L::Q8 && left < KEYS && !listed && n < STAGES) /* never written: may be NaN */
-            for (int i = thread; i < (KEYS - left) * 64; i += WORKERS)
-                put16(at + (uint32_t)(i % 8 * PANEL + left * 128 + i / 8 * 16), uint4{});
-
-        if constexpr (L::Q8) {
-            warpgroup_meets(wg); /* all have multiplied by the panels before */
-            unpack(panels, at, thread);
-            fence_async();
-            warpgroup_meets(wg);
-        }
-
-        float s[N / 2] = {}, turned[L::Q8 ? N / 2 : 1] = {}; /* Q8: rope's products by themselves */
-        wgmma_fence();
-        {
-            const uint64_t k = wgmma_desc(panels + wg * 4 * PANEL);
-            const uint64_t q = wgmma_desc(base + L::Q + wg * 4 * N * 128);
-#pragma unroll
-            for (int i = 0; i < 16; i++)
-                multiply<V, N, 0>(s, k + (i / 4 * PANEL + i % 4 * 32) / 16,
-                                  q + (i / 4 * N * 128 + i % 4 * 32) / 16, i > 0);
-            const uint64_t rope_k = wgmma_desc(at + L::LAST + wg * 64);
-            const uint64_t rope_q = wgmma_desc(base + L::Q + 8 * N * 128 + wg * 64);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if constexpr (L::Q8)
-                    multiply<V, N, 0>(turned, rope_k + i * 2, rope_q + i * 2, i > 0);
-                else
-                    multiply<V, N, 0>(s, rope_k + i * 2, rope_q + i * 2, 1);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        if constexpr (L::Q8) {
-            float by_key[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                by_key[i] = __uint_as_float(
-                    att_word(at + (uint32_t)(L::SCALES + (warp % 4 * 16 + lane / 4 + 8 * i) * 4)));
-#pragma unroll
-            for (int i = 0; i < N / 2; i++)
-                s[i] = __fmaf_rn(s[i], by_key[i % 4 / 2], turned[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < N / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                put_float(base + L::S +
-                              (uint32_t)(((wg * N + 8 * j + lane % 4 * 2 + e % 2) * PITCH +
-                                          warp % 4 * 16 + lane / 4 + e / 2 * 8) *
-                                         4),
-                          s[4 * j + e]);
-        workers_meet();
-        const bool begins = t % UNIT_TILES == 0, ends = t + 1 == end || (t + 1) % UNIT_TILES == 0;
-        softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
-                      last_key + 1 - t * KEYS, by, begins, ends);
+    int n = 0; /* tiles so far */
+    for (int w = blockIdx.x; w < a.works; w += gridDim.x) {
+        const mla_work x = work_of(a, w, item, listed, N);
+        const int next = item_number(a, min(w + (int)gridDim.x, a.works - 1));
+        item = item_of(a, next); /* so early that nobody waits for it */
+        listed = listed_of(a, item);
+        if (x.begin >= x.end) continue;
+        load_q<V, N>(base + L::Q, a, x, thread);
         fence_async();
         workers_meet();
-        if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
-        if (!begins) scale_rows<N>(o, factors, lane);
-        wgmma_fence();
-        {
-            const uint64_t v = transposed_desc(panels + wg * 4 * PANEL),
-                           p = wgmma_desc(base + L::P);
+        const int last_key =
+            x.listed /* that the row sees */
+                ? x.listed - 1
+                : x.item.pos0 + heads_divided(a, min(x.pair0 + row, x.n_pairs - 1));
+        row_state state = {-INFINITY, 0, -INFINITY, 0};
+        float o[4][N / 2] = {}, all[4][N / 2] = {};
+        for (int t = x.begin; t < x.end; t++, n++) {
+            const int stage = n % STAGES, left = x.n_keys - t * KEYS;
+            const uint32_t at = base + stage * L::STAGE, panels = L::Q8 ? base + L::MADE : at;
+            mbar_wait(full + 8 * stage, n / STAGES & 1);
+            if (x.listed) fence_async(); /* the copies were ordinary ones */
+            if (!L::Q8 && left < KEYS && !x.listed && n < STAGES) /* never written: may be NaN */
+                for (int i = thread; i < (KEYS - left) * 64; i += WORKERS)
+                    put16(at + (uint32_t)(i % 8 * PANEL + left * 128 + i / 8 * 16), uint4{});
+
+            if constexpr (L::Q8) {
+                warpgroup_meets(wg); /* all have multiplied by the panels before */
+                unpack(panels, at, thread);
+                fence_async();
+                warpgroup_meets(wg);
+            }
+
+            float s[N / 2] = {},
+                        turned[L::Q8 ? N / 2 : 1] = {}; /* Q8: rope's products by themselves */
+            wgmma_fence();
+            {
+                const uint64_t k = wgmma_desc(panels + wg * 4 * PANEL);
+                const uint64_t q = wgmma_desc(base + L::Q + wg * 4 * N * 128);
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+                for (int i = 0; i < 16; i++)
+                    multiply<V, N, 0>(s, k + (i / 4 * PANEL + i % 4 * 32) / 16,
+                                      q + (i / 4 * N * 128 + i % 4 * 32) / 16, i > 0);
+                const uint64_t rope_k = wgmma_desc(at + L::LAST + wg * 64);
+                const uint64_t rope_q = wgmma_desc(base + L::Q + 8 * N * 128 + wg * 64);
 #pragma unroll
-                for (int m = 0; m < 4; m++)
-                    multiply<V, N, 1>(o[m], v + (m * PANEL + i * 2048) / 16, p + i * 2,
-                                      i > 0 || !begins);
+                for (int i = 0; i < 2; i++)
+                    if constexpr (L::Q8)
+                        multiply<V, N, 0>(turned, rope_k + i * 2, rope_q + i * 2, i > 0);
+                    else
+                        multiply<V, N, 0>(s, rope_k + i * 2, rope_q + i * 2, 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            if constexpr (L::Q8) {
+                float by_key[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    by_key[i] = __uint_as_float(att_word(
+                        at + (uint32_t)(L::SCALES + (warp % 4 * 16 + lane / 4 + 8 * i) * 4)));
+#pragma unroll
+                for (int i = 0; i < N / 2; i++)
+                    s[i] = __fmaf_rn(s[i], by_key[i % 4 / 2], turned[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < N / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    put_float(base + L::S +
+                                  (uint32_t)(((wg * N + 8 * j + lane % 4 * 2 + e % 2) * PITCH +
+                                              warp % 4 * 16 + lane / 4 + e / 2 * 8) *
+                                             4),
+                              s[4 * j + e]);
+            workers_meet();
+            const bool begins = t % UNIT_TILES == 0,
+                       ends = t + 1 == x.end || (t + 1) % UNIT_TILES == 0;
+            softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
+                          last_key + 1 - t * KEYS, by, begins, ends);
+            fence_async();
+            workers_meet();
+            if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
+            if (!begins) scale_rows<N>(o, factors, lane);
+            wgmma_fence();
+            {
+                const uint64_t v = transposed_desc(panels + wg * 4 * PANEL),
+                               p = wgmma_desc(base + L::P);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int m = 0; m < 4; m++)
+                        multiply<V, N, 1>(o[m], v + (m * PANEL + i * 2048) / 16, p + i * 2,
+                                          i > 0 || !begins);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            __syncwarp();
+            if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
+            if (!ends) continue;
+            if (!x.spread) {
+                merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
+                continue;
+            }
+            const int64_t part = (int64_t)(x.item.n + t / UNIT_TILES) * a.a.n_heads + x.pair0;
+            each_value<N>(o, thread, [&](int r) {
+                float *to = a.parts + (part + r) * MLA_LATENT;
+                const bool any = x.pair0 + r < x.n_pairs;
+                return [=](int dim, float v) {
+                    if (any) to[dim] = L::Q8 ? __fmul_rn(v, 1.0f / ATT_RAISE) : v;
+                };
+            });
+            if (k0 == 0 && x.pair0 + row < x.n_pairs)
+                part_ml(a)[part + row] = make_float2(state.m, state.l);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        __syncwarp();
-        if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
-        if (!ends) continue;
-        if (spread.splits == 1) {
-            merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
-            continue;
+        if (!x.spread) {
+            scale_rows<N>(all, factors + 3 * N * 4, lane);
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int i = 0; i < N / 2; i++)
+                    all[m][i] = __fadd_rn(all[m][i], 0.0f); /* -0: unseen keys may have made it 0 */
+            store_result<N>(a, all, x, base + L::Q, thread);
         }
-        const int64_t part = (int64_t)(item.n + t / UNIT_TILES) * heads;
-        each_value<N>(o, thread, [&](int r, int dim, float v) {
-            if (pair0 + r < n_pairs)
-                a.parts[(part + pair0 + r) * MLA_LATENT + dim] =
-                    L::Q8 ? __fmul_rn(v, 1.0f / ATT_RAISE) : v;
-        });
-        if (k0 == 0 && pair0 + row < n_pairs)
-            part_ml(a)[part + pair0 + row] = make_float2(state.m, state.l);
+        workers_meet(); /* Q and factors are free */
     }
-    if (spread.splits > 1) return;
-    scale_rows<N>(all, factors + 3 * N * 4, lane);
-#pragma unroll
-    for (int m = 0; m < 4; m++)
-#pragma unroll
-        for (int i = 0; i < N / 2; i++)
-            all[m][i] = __fadd_rn(all[m][i], 0.0f); /* -0: unseen keys may have made it 0 */
-    store_result<N>(a, all, item, pair0, n_pairs, dynamic + (base - ptx_shared(dynamic)), thread);
 #endif
 }
 
 /* Units' parts to the result: a block an item and head, a thread four columns. */
-constexpr int COMBINE = MLA_LATENT / 4, AHEAD = 8;
+constexpr int COMBINE = MLA_LATENT / 4, AHEAD = 16;
 
 __global__ void __launch_bounds__(COMBINE) combine_latents(mla_args a)
 {
@@ -730,18 +834,33 @@ __global__ void __launch_bounds__(COMBINE) combine_latents(mla_args a)
 /* ---- launches ----------------------------------------------------------------------------------
  */
 
+int sm_count()
+{
+    static const int n = [] {
+        int device = 0, count = 0;
+        if (cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+            return 1;
+        return count;
+    }();
+    return n;
+}
+
 template <typename T, int N>
 cudaError_t launch(mla_args a, int n, int pairs, int n_sms, cudaStream_t stream)
 {
     using L = mla_shape<T, N>;
     static const cudaError_t ready = att_shared_memory(attend_latents<T, N>, L::BYTES);
     if (ready != cudaSuccess) return ready;
+    const int sms = sm_count();
     a.row_tiles = (pairs + N - 1) / N;
     const int splits = a.parts_cap && !a.many ? n_sms / (n * a.row_tiles) : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
+    a.works = n * a.row_tiles * a.splits;
+    a.by_heads = 0xffffffffu / (uint32_t)a.a.n_heads + 1;
     const cudaError_t e =
-        launch_after(attend_latents<T, N>, dim3((unsigned)(a.row_tiles * a.splits), (unsigned)n),
-                     BLOCK, L::BYTES, stream, a);
+        launch_after(attend_latents<T, N>, dim3((unsigned)(a.works < sms ? a.works : sms)), BLOCK,
+                     L::BYTES, stream, a);
     if (e != cudaSuccess || a.splits == 1) return e;
     return launch_after(combine_latents, dim3((unsigned)a.a.n_heads, (unsigned)n), COMBINE, 0,
                         stream, a);

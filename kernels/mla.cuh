@@ -37,12 +37,24 @@ __device__ inline float mla_value(const bgk_out &x, int row, int col)
     }
 }
 
+/* Cosine and sine of pos * freq. */
+__device__ inline float2 mla_angle(int pos, float freq, float mscale)
+{
+    float c, s;
+    sincosf(__fmul_rn((float)pos, freq), &s, &c);
+    return make_float2(__fmul_rn(c, mscale), __fmul_rn(s, mscale));
+}
+
+__device__ inline float2 mla_turned(float x, float y, float2 angle)
+{
+    return make_float2(__fmaf_rn(x, angle.x, -__fmul_rn(y, angle.y)),
+                       __fmaf_rn(x, angle.y, __fmul_rn(y, angle.x)));
+}
+
 /* A pair of values turned by pos * freq. */
 __device__ inline float2 mla_turn(float x, float y, int pos, float freq, float mscale)
 {
-    const float angle = __fmul_rn((float)pos, freq);
-    const float c = __fmul_rn(cosf(angle), mscale), s = __fmul_rn(sinf(angle), mscale);
-    return make_float2(__fmaf_rn(x, c, -__fmul_rn(y, s)), __fmaf_rn(x, s, __fmul_rn(y, c)));
+    return mla_turned(x, y, mla_angle(pos, freq, mscale));
 }
 
 #endif

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
                 sum += expf(weight[j] - most);
             w = expf(w - most) / sum;
         }
-        if (r.renormalise) {
+        if (r.renormalise && r.gating != BGK_GATE_CHOSEN) { /* those have a sum of 1 */
             float sum = 0;
             for (int j = 0; j < k; j++)
                 sum += weight[j];

@@ -193,6 +193,7 @@ static bg_status router_plain(bg_cuda *c, bg_router *r, const float *w, const ch
     if (e == cudaSuccess)
         e = cudaMemcpy2D(r->w, row, w, (size_t)r->d * sizeof *w, (size_t)r->d * sizeof *w,
                          (size_t)r->n, cudaMemcpyHostToDevice);
+    if (e == cudaSuccess) e = cudaStreamSynchronize(cudaStreamLegacy); /* as bg_cuda_put() */
     return bg_cuda_done(err, e, name);
 }
 

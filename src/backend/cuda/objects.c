@@ -57,7 +57,11 @@ bg_status bg_cuda_take(bg_cuda *c, void *p, size_t bytes, const char *what, bg_e
 
 bg_status bg_cuda_put(void *to, const void *from, size_t bytes, const char *what, bg_error *err)
 {
-    return bg_cuda_done(err, cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), what);
+    cudaError_t e = cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice);
+    /* It may return with the bytes on their way, and the backend's stream does not wait for them.
+     */
+    if (e == cudaSuccess) e = cudaStreamSynchronize(cudaStreamLegacy);
+    return bg_cuda_done(err, e, what);
 }
 
 uint64_t bg_cuda_memory(const bg_backend *b)

@@ -53,7 +53,9 @@ template <typename T, int N> struct mla_shape {
     static constexpr int FACTORS =
         S + 2 * N * PITCH * 4; /* alpha, old, add, end: [N] floats each */
     static constexpr int BARS = FACTORS + 4 * N * 4, BYTES = BARS + 2 * STAGES * 8 + 1024;
-    static constexpr int THREADS = WORKERS / N, MINE = KEYS / THREADS; /* of a row of S; its keys */
+    /* Threads of a row of S, and the keys of each; some have no row. */
+    static constexpr int THREADS = N > 32 ? 4 : N > 16 ? 8 : N > 8 ? 16 : 32;
+    static constexpr int MINE = KEYS / THREADS;
 };
 
 /* ---- an item ----------------------------------------------------------------------------------
@@ -143,7 +145,9 @@ __device__ inline void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int m
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R8    "%0, %1, %2, %3"
 #define R16   R8 ", %4, %5, %6, %7"
-#define R32   R16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define R24   R16 ", %8, %9, %10, %11"
+#define R32   R24 ", %12, %13, %14, %15"
+#define R40   R32 ", %16, %17, %18, %19"
 #define MULTIPLY(T, TYPE, N, TA, REGS, A, B, MORE, ...)                                           \
     template <>                                                                                   \
     __device__ inline void multiply<T, N, TA>(float(&d)[N / 2], uint64_t a, uint64_t b, int more) \
@@ -154,10 +158,12 @@ __device__ inline void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int m
                      : __VA_ARGS__                                                                \
                      : "l"(a), "l"(b), "r"(more));                                                \
     }
-#define MULTIPLY_ALL(T, TYPE, TA)                                   \
-    MULTIPLY(T, TYPE, 8, TA, R8, "%4", "%5", "%6", D4(0))           \
-    MULTIPLY(T, TYPE, 16, TA, R16, "%8", "%9", "%10", D4(0), D4(4)) \
-    MULTIPLY(T, TYPE, 32, TA, R32, "%16", "%17", "%18", D4(0), D4(4), D4(8), D4(12))
+#define MULTIPLY_ALL(T, TYPE, TA)                                                    \
+    MULTIPLY(T, TYPE, 8, TA, R8, "%4", "%5", "%6", D4(0))                            \
+    MULTIPLY(T, TYPE, 16, TA, R16, "%8", "%9", "%10", D4(0), D4(4))                  \
+    MULTIPLY(T, TYPE, 24, TA, R24, "%12", "%13", "%14", D4(0), D4(4), D4(8))         \
+    MULTIPLY(T, TYPE, 32, TA, R32, "%16", "%17", "%18", D4(0), D4(4), D4(8), D4(12)) \
+    MULTIPLY(T, TYPE, 40, TA, R40, "%20", "%21", "%22", D4(0), D4(4), D4(8), D4(12), D4(16))
 MULTIPLY_ALL(__half, "f16", 0)
 MULTIPLY_ALL(__half, "f16", 1)
 MULTIPLY_ALL(__nv_bfloat16, "bf16", 0)
@@ -466,11 +472,13 @@ __device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t fa
             v[i] = k0 + i < seen ? __fmul_rn(v[i], __fmul_rn(f.x, ATT_RAISE)) : 0.0f;
             v[i + 1] = k0 + i + 1 < seen ? __fmul_rn(v[i + 1], __fmul_rn(f.y, ATT_RAISE)) : 0.0f;
         }
-    const uint32_t to = p + (uint32_t)(row * 128 + (((k0 / 8) ^ (row & 7)) << 4) + k0 % 8 * 2);
 #pragma unroll
     for (int i = 0; i < L::MINE; i += 2)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + 2 * i), "r"(att_pack<T>(v[i], v[i + 1]))
-                     : "memory");
+        asm volatile(
+            "st.shared.b32 [%0], %1;" ::"r"(
+                p + (uint32_t)(row * 128 + ((((k0 + i) / 8) ^ (row & 7)) << 4) + (k0 + i) % 8 * 2)),
+            "r"(att_pack<T>(v[i], v[i + 1]))
+            : "memory");
     att_weights w = {};
     if (unit_ends) {
         w = att_merge(x.all_m, x.m);
@@ -737,8 +745,9 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
             workers_meet();
             const bool begins = t % UNIT_TILES == 0,
                        ends = t + 1 == x.end || (t + 1) % UNIT_TILES == 0;
-            softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
-                          last_key + 1 - t * KEYS, by, begins, ends);
+            if (row < N)
+                softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
+                              last_key + 1 - t * KEYS, by, begins, ends);
             fence_async();
             workers_meet();
             if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
@@ -771,7 +780,7 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
                     if (any) to[dim] = L::Q8 ? __fmul_rn(v, 1.0f / ATT_RAISE) : v;
                 };
             });
-            if (k0 == 0 && x.pair0 + row < x.n_pairs)
+            if (k0 == 0 && row < N && x.pair0 + row < x.n_pairs)
                 part_ml(a)[part + row] = make_float2(state.m, state.l);
         }
         if (!x.spread) {
@@ -872,6 +881,10 @@ cudaError_t launch_rows(const mla_args &a, int n, int n_sms, cudaStream_t stream
     const int pairs = (a.many ? BGK_MLA_TOKENS : 1) * a.a.n_heads;
     if (pairs <= 8) return launch<T, 8>(a, n, pairs, n_sms, stream);
     if (pairs <= 16) return launch<T, 16>(a, n, pairs, n_sms, stream);
+    if (pairs <= 24) return launch<T, 24>(a, n, pairs, n_sms, stream);
+    /* The more rows, the less often keys are read; 40 are as many as fit (Q8: registers). */
+    if constexpr (sizeof(T) == 2)
+        if (a.many || (pairs > 32 && pairs <= 40)) return launch<T, 40>(a, n, pairs, n_sms, stream);
     return launch<T, 32>(a, n, pairs, n_sms, stream);
 }
 

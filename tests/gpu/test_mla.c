@@ -509,6 +509,7 @@ Test(mla, f16)
     static const shape s[] = {
         {8, BGK_F16, 32, false}, {3, BGK_F16, 16, true},   {20, BGK_F16, 16, false},
         {64, BGK_F16, 64, true}, {16, BGK_F16, 128, true}, {1, BGK_F16, 8, false},
+        {40, BGK_F16, 32, true},
     };
     check_shapes(s, sizeof s / sizeof *s);
 }

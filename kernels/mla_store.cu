@@ -1,11 +1,11 @@
 /* kernels/mla_store.cu - latents of a step: norms, the rope key's rotation, rows into the cache.
  *
- * Requires: in_cols, q_rank and the cache's dims multiples of 4; q_rank + k_dim <= 12000.
+ * Requires: in_cols, q_rank and the cache's dims multiples of 4; q_rank + k_dim + n_rot <= 12000.
  *
  * Launch: a block of eight warps a token; graph-capturable, may start early.
  *
- * Order: a sum of squares is threads' chains (four values of every 1024), then lanes, then warps:
- * set by its length alone.
+ * Order: a sum of squares is threads' chains (four values of every 1024 of the row), then lanes,
+ * then warps: set by the ranks alone.
  *
  * Proof: tests/gpu/test_mla.c. */
 #include "mla.cuh"
@@ -44,122 +44,180 @@ __device__ void narrow(__nv_bfloat16 *to, float v)
     *to = __float2bfloat16_rn(v);
 }
 
-/* x[0..n) *= 1 / its root mean square, times w. All threads; sums: [WARPS]. */
-__device__ void norm(float *x, const float *w, float sum, float *sums, int n, float eps)
-{
-    for (int d = 16; d > 0; d /= 2)
-        sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, d));
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int i = 0; i < WARPS; i++)
-        sum = __fadd_rn(sum, sums[i]);
-    const float f = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), eps)));
-    for (int i = threadIdx.x; i < n; i += BLOCK)
-        x[i] = __fmul_rn(__fmul_rn(x[i], f), w[i]);
-}
-
 __device__ float squares(float sum, float4 v)
 {
     return __fmaf_rn(v.x, v.x, __fmaf_rn(v.y, v.y, __fmaf_rn(v.z, v.z, __fmaf_rn(v.w, v.w, sum))));
 }
 
-/* Q8 (mla.cuh): the largest magnitude becomes 127; beyond 32000 values saturate, as attention wants
- * scales. All threads; most_of: [WARPS]. */
-__device__ void store_q8(char *block, int block_tokens, int token, const float *latent,
-                         float *most_of)
+__device__ float over_lanes(float sum)
 {
-    float most = 0;
-    for (int i = threadIdx.x; i < MLA_LATENT; i += BLOCK)
-        most = fmaxf(most, fabsf(latent[i]));
+    for (int d = 16; d > 0; d /= 2)
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, d));
+    return sum;
+}
+
+/* 1 / root mean square, from the warps' sums. */
+__device__ float norm_factor(const float *sums, int n, float eps)
+{
+    float sum = 0;
+    for (int i = 0; i < WARPS; i++)
+        sum = __fadd_rn(sum, sums[i]);
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), eps)));
+}
+
+__device__ float4 normed(float4 v, float f, float4 w)
+{
+    return make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y),
+                       __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
+}
+
+/* Value i of the rotated rope key. */
+__device__ float turned(const bgk_rotation &r, const float *key, const float2 *angles, int i)
+{
+    const int half = r.n_rot / 2, pair = r.neox ? i % half : i / 2;
+    const float2 v = mla_turned(key[r.neox ? pair : 2 * pair],
+                                key[r.neox ? pair + half : 2 * pair + 1], angles[pair]);
+    return (r.neox ? i >= half : i % 2) ? v.y : v.x;
+}
+
+/* Values 4 i and on of a row in a 16-bit or float cache. */
+template <typename T>
+__device__ void put4(const store_args &a, char *block, int token, int i, float4 v)
+{
+    T n[4];
+    narrow(&n[0], v.x);
+    narrow(&n[1], v.y);
+    narrow(&n[2], v.z);
+    narrow(&n[3], v.w);
+    char *to = block + ((int64_t)token * a.cache.k_dim + 4 * i) * (int64_t)sizeof(T);
+    if (sizeof(T) == 2 && a.panels)
+        to = block + mla_piece(a.cache.block_tokens, token, i / 2) + i % 2 * 8;
+    if constexpr (sizeof(T) == 2)
+        *(uint2 *)to = *(const uint2 *)n;
+    else
+        *(float4 *)to = v;
+}
+
+/* Q8 (mla.cuh): the largest magnitude becomes 127; beyond 32000 values saturate, as attention wants
+ * scales. All threads, of which the first 128 have v; most_of: [WARPS]. */
+__device__ void store_q8(char *block, int block_tokens, int token, float4 v, float *most_of)
+{
+    const int thread = threadIdx.x;
+    float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
     for (int d = 16; d > 0; d /= 2)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
-    if (threadIdx.x % 32 == 0) most_of[threadIdx.x / 32] = most;
+    if (thread % 32 == 0) most_of[thread / 32] = most;
     __syncthreads();
     for (int i = 0; i < WARPS; i++)
         most = fmaxf(most, most_of[i]);
     most = fminf(most, 32000.0f);
     const float by = most > 1e-30f ? __fdiv_rn(127.0f, most) : 0.0f;
-    for (int i = threadIdx.x; i < MLA_LATENT / 4; i += BLOCK) {
-        signed char v[4];
-        for (int e = 0; e < 4; e++)
-            v[e] =
-                (signed char)min(127, max(-127, __float2int_rn(__fmul_rn(latent[4 * i + e], by))));
-        *(char4 *)(block + token * MLA_LATENT + 4 * i) = make_char4(v[0], v[1], v[2], v[3]);
-    }
-    char *rope = block + block_tokens * MLA_LATENT + token * 128;
-    for (int i = threadIdx.x; i < MLA_ROPE; i += BLOCK)
-        *(__half *)(rope + (((i / 8) ^ (token & 7)) << 4) + i % 8 * 2) =
-            tile_half(latent[MLA_LATENT + i]);
-    if (threadIdx.x == 0)
+    const auto quant = [&](float x) {
+        return (signed char)min(127, max(-127, __float2int_rn(__fmul_rn(x, by))));
+    };
+    if (thread < MLA_LATENT / 4)
+        *(char4 *)(block + token * MLA_LATENT + 4 * thread) =
+            make_char4(quant(v.x), quant(v.y), quant(v.z), quant(v.w));
+    if (thread == 0)
         *(float *)(block + block_tokens * (MLA_LATENT + 128) + token * 4) =
             by > 0 ? __fdiv_rn(most, 127.0f) : 0.0f;
 }
 
+/* A piece of BGK_TILES: columns 64 g + 4 p and on, and those 32 further. */
+struct piece {
+    float4 lo, hi;
+};
+
+/* Of n values; 0 beyond them. */
+__device__ piece piece_at(const float *x, int i, int n)
+{
+    const int col = i / 8 * 64 + i % 8 * 4;
+    const float4 none = make_float4(0, 0, 0, 0);
+    return {col < n ? *(const float4 *)(x + col) : none,
+            col + 32 < n ? *(const float4 *)(x + col + 32) : none};
+}
+
+__device__ void put_piece(const bgk_out &out, int row, int i, const piece &x)
+{
+    const __half v[8] = {tile_half(x.lo.x), tile_half(x.hi.x), tile_half(x.lo.y),
+                         tile_half(x.hi.y), tile_half(x.lo.z), tile_half(x.hi.z),
+                         tile_half(x.lo.w), tile_half(x.hi.w)};
+    *(uint4 *)((__half *)out.data + tile_piece(out.stride, row, i / 8, i % 8)) = *(const uint4 *)v;
+}
+
+/* What does not come from the kernel before (positions, tables, weights, angles) is fetched before
+ * it is waited for; from there it is one read, one barrier and one write. */
 template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(store_args a)
 {
-    extern __shared__ __align__(16) float x[]; /* q_rank, then k_dim values */
+    extern __shared__ __align__(16) float x[]; /* q_rank, then k_dim values, then angles */
     __shared__ float sums[3][WARPS];
     const bgk_cache &c = a.cache;
     const int row = blockIdx.x, thread = threadIdx.x, rank = c.v_dim, n_rot = c.k_dim - rank;
-    const int pos = a.rows.pos[row]; /* came with the step's copy, as the tables */
+    const int pos = a.rows.pos[row];
     const int block =
         pos < 0 ? 0 : a.rows.blocks[a.rows.block0[a.rows.seq[row]] + pos / c.block_tokens];
+    float *latent = x + a.q_rank, *key = latent + rank;
+    float2 *angles = (float2 *)(latent + c.k_dim);
+    for (int i = thread; i < n_rot / 2; i += BLOCK)
+        angles[i] = mla_angle(pos, a.rope.freq[i], a.rope.mscale);
+    const bool tiles = a.qa.layout == BGK_TILES;
+    const int pieces = tiles ? (a.q_rank + 63) / 64 * 8 : 0;
+    const float4 none = make_float4(0, 0, 0, 0);
+    const float4 kv_w = 4 * thread < rank ? *(const float4 *)(a.kv_norm + 4 * thread) : none;
+    piece q_w = {none, none};
+    if (thread < pieces) q_w = piece_at(a.q_norm, thread, a.q_rank);
     ptx_wait_prior();
     ptx_let_next_start();
     if (pos < 0) return;
+
     const float *in = a.in + row * a.in_cols;
-    float *latent = x + a.q_rank;
     float q_sum = 0, kv_sum = 0;
     for (int i = 4 * thread; i < a.q_rank + c.k_dim; i += 4 * BLOCK) {
         const float4 v = *(const float4 *)(in + i);
         *(float4 *)(x + i) = v;
-        if (i < a.q_rank) q_sum = squares(q_sum, v);
+        if (i < a.q_rank)
+            q_sum = squares(q_sum, v);
+        else if (i < a.q_rank + rank)
+            kv_sum = squares(kv_sum, v);
     }
-    for (int i = 4 * thread; i < rank; i += 4 * BLOCK) /* by its own places, whatever q_rank is */
-        kv_sum = squares(kv_sum, *(const float4 *)(in + a.q_rank + i));
-    __syncthreads();
-    norm(latent, a.kv_norm, kv_sum, sums[0], rank, a.eps);
-    if (a.q_rank) norm(x, a.q_norm, q_sum, sums[1], a.q_rank, a.eps);
-    for (int i = thread; i < n_rot / 2; i += BLOCK) {
-        float *lo = latent + rank + (a.rope.neox ? i : 2 * i);
-        float *hi = latent + rank + (a.rope.neox ? i + n_rot / 2 : 2 * i + 1);
-        const float2 v = mla_turn(*lo, *hi, pos, a.rope.freq[i], a.rope.mscale);
-        *lo = v.x;
-        *hi = v.y;
+    q_sum = over_lanes(q_sum);
+    kv_sum = over_lanes(kv_sum);
+    if (thread % 32 == 0) {
+        sums[0][thread / 32] = q_sum;
+        sums[1][thread / 32] = kv_sum;
     }
     __syncthreads();
-
+    const float kv_f = norm_factor(sums[1], rank, a.eps);
+    const float q_f = a.q_rank ? norm_factor(sums[0], a.q_rank, a.eps) : 0.0f;
     char *to = mla_block(c, a.layer, block, a.block_bytes);
     const int token = pos % c.block_tokens;
+    for (int i = thread; i < pieces; i += BLOCK) {
+        const piece w = i == thread ? q_w : piece_at(a.q_norm, i, a.q_rank);
+        const piece v = piece_at(x, i, a.q_rank);
+        put_piece(a.qa, row, i, {normed(v.lo, q_f, w.lo), normed(v.hi, q_f, w.hi)});
+    }
+    for (int i = thread; !tiles && i < a.q_rank; i += BLOCK)
+        ((float *)a.qa.data)[row * a.qa.stride + i] = __fmul_rn(__fmul_rn(x[i], q_f), a.q_norm[i]);
+
+    const float4 mine = 4 * thread < rank ? *(const float4 *)(latent + 4 * thread) : none;
     if constexpr (sizeof(T) == 1) {
-        store_q8(to, c.block_tokens, token, latent, sums[2]);
+        store_q8(to, c.block_tokens, token, normed(mine, kv_f, kv_w), sums[2]);
+        for (int i = thread; i < MLA_ROPE; i += BLOCK)
+            *(__half *)(to + c.block_tokens * MLA_LATENT + token * 128 +
+                        (((i / 8) ^ (token & 7)) << 4) + i % 8 * 2) =
+                tile_half(turned(a.rope, key, angles, i));
     } else {
-        for (int i = thread; i < c.k_dim / 4; i += BLOCK) {
-            T v[4];
-            for (int e = 0; e < 4; e++)
-                narrow(&v[e], latent[4 * i + e]);
-            if (sizeof(T) == 2 && a.panels)
-                *(uint2 *)(to + mla_piece(c.block_tokens, token, i / 2) + i % 2 * 8) =
-                    *(const uint2 *)v;
-            else
-                for (int e = 0; e < 4; e++)
-                    ((T *)to)[(int64_t)token * c.k_dim + 4 * i + e] = v[e];
-        }
-    }
-    if (a.qa.layout != BGK_TILES) {
-        for (int i = thread; i < a.q_rank; i += BLOCK)
-            ((float *)a.qa.data)[row * a.qa.stride + i] = x[i];
-        return;
-    }
-    for (int i = thread; i < (a.q_rank + 63) / 64 * 8; i += BLOCK) {
-        __half v[8];
-        for (int e = 0; e < 8; e++) {
-            const int col = i / 8 * 64 + i % 8 * 4 + e / 2 + e % 2 * 32;
-            v[e] = col < a.q_rank ? tile_half(x[col]) : __half(0.0f);
-        }
-        *(uint4 *)((__half *)a.qa.data + tile_piece(a.qa.stride, row, i / 8, i % 8)) =
-            *(const uint4 *)v;
+        if (4 * thread < rank) put4<T>(a, to, token, thread, normed(mine, kv_f, kv_w));
+        for (int i = thread + BLOCK; 4 * i < rank; i += BLOCK)
+            put4<T>(a, to, token, i,
+                    normed(*(const float4 *)(latent + 4 * i), kv_f,
+                           *(const float4 *)(a.kv_norm + 4 * i)));
+        for (int i = BLOCK - 1 - thread; i < n_rot / 4; i += BLOCK) /* other threads first */
+            put4<T>(a, to, token, rank / 4 + i,
+                    make_float4(turned(a.rope, key, angles, 4 * i),
+                                turned(a.rope, key, angles, 4 * i + 1),
+                                turned(a.rope, key, angles, 4 * i + 2),
+                                turned(a.rope, key, angles, 4 * i + 3)));
     }
 }
 
@@ -177,8 +235,9 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
 {
     if (cache->k_dim % 4 || cache->v_dim % 4 || cache->v_dim < 4 || cache->k_dim < cache->v_dim ||
         cache->n_kv_heads != 1 || cache->block_tokens < 1 || q_rank < 0 || q_rank % 4 ||
-        q_rank + cache->k_dim > MOST || in_cols % 4 || (uintptr_t)in % 16 ||
-        rope->n_rot != cache->k_dim - cache->v_dim || rope->n_rot % 2 || layer < 0 || !kv_norm ||
+        q_rank + 2 * cache->k_dim - cache->v_dim > MOST || in_cols % 4 || (uintptr_t)in % 16 ||
+        rope->n_rot != cache->k_dim - cache->v_dim || rope->n_rot % 4 || (uintptr_t)q_norm % 16 ||
+        (uintptr_t)kv_norm % 16 || layer < 0 || !kv_norm ||
         (q_rank && (!qa || !q_norm || bad_attention_out(qa))))
         return cudaErrorInvalidValue;
     if (!r->rows) return cudaSuccess;
@@ -195,7 +254,7 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
                           .rope = *rope,
                           .panels = bgk_mla_fits(cache),
                           .block_bytes = (int64_t)bgk_mla_block_bytes(cache)};
-    const size_t bytes = (size_t)(q_rank + cache->k_dim) * sizeof(float);
+    const size_t bytes = (size_t)(q_rank + cache->k_dim + rope->n_rot) * sizeof(float);
     switch (cache->type) {
     case BGK_F32:
         return launch<float>(a, bytes, stream);

@@ -157,6 +157,11 @@ typedef struct bgk_weights {
     int n_out;        /* columns of the result; for BGK_TILES without glu */
     int block_tiles;  /* not 0: so many tiles at a time have the same x_chunk0 */
     uint8_t shape[BGK_TOKEN_CLASSES]; /* 1 + bgk_shape for so many tokens; 0: by a rule */
+    /* bgk_moe_matmul(), instead of `tiles`: those of experts [0, n_first), one after another, in a
+     * format, and those of the experts behind in another stack. */
+    const void *stack[2];
+    bgk_format stack_format[2];
+    int n_first;
 } bgk_weights;
 
 /* out[t, tile's columns] = sum_k x[t, 64 x_chunk0 + k] w + bias for t in [0, tokens), in any layout
@@ -242,8 +247,8 @@ cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream);
  * BGK_DIRECT tokens. */
 cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m, int groups,
                            cudaStream_t stream);
-/* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, tables hold those of all
- * one after another; no x_chunk0. The first product reads h and x, as items say; the second
+/* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, row_scale and bias are of
+ * all one after another. The first product reads h and x, as items say; the second
  * (h NULL) reads x by result rows. Both may read n - 1 rows past the last, and write none. list_done:
  * the list was there before the kernel before this one let others start. out: BGK_TILES with n_ff,
  * else BGK_ROWS. */

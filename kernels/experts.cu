@@ -52,10 +52,12 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
         return o->layout == BGK_TILES && o->stride % BGK_TILE_ROWS == 0 &&
                (uintptr_t)o->data % 128 == 0;
     };
-    if (w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
+    if (w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || w->n_first < 0 ||
+        (w->n_first && !w->stack[0]) || (w->n_first < m->n_experts + m->n_shared && !w->stack[1]) ||
         (w->splits != 1 && w->splits != 2 && w->splits != 4) || !w->formats ||
         w->formats >> BGK_FORMATS || !tiles(x) || (h && !tiles(h)) || w->block_tiles ||
         m->tokens < 0 || (w->n_ff ? !tiles(out) : out->layout != BGK_ROWS) ||
+        (!w->n_ff && (w->n_out < 1 || w->n_out > w->n_tiles * 64)) ||
         (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
         m->n_experts + m->n_shared > 0xffff ||
         (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
@@ -66,7 +68,12 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
     if (!m->tokens || !most) return cudaSuccess;
     if (most > INT32_MAX / w->n_tiles) return cudaErrorInvalidValue;
     args a = {};
-    a.tiles = w->tiles;
+    for (int i = 0; i < 2; i++) {
+        a.stack[i] = (const char *)w->stack[i];
+        a.stack_format[i] = w->stack_format[i];
+    }
+    a.n_first = w->n_first;
+    a.n_out = w->n_out;
     a.row_scale = w->row_scale;
     a.bias = w->bias;
     a.x = (const __half *)x->data;

@@ -32,11 +32,14 @@ struct args {
     int n_out;                         /* columns of out, BGK_TILES without glu */
     int stages, stage_bytes, w_stride; /* w_stride: of one warpgroup's weights in a stage */
     int row_blocks, token_blocks;
-    /* Grouped (experts.cu): n_tiles are one expert's; places come from a list on the device. */
+    /* Grouped (experts.cu): n_tiles are one expert's, and `tiles` is not used; places come from a
+     * list on the device. */
     const bgk_moe_item *items;
     const int *n_items;
     const __half *h; /* what direct items read instead of x */
     int64_t h_stride;
+    const char *stack[2]; /* tiles of experts [0, n_first), and of the others */
+    int stack_format[2], n_first;
     bool second;    /* x is what the first product wrote: its rows are the items' out rows */
     bool list_done; /* by the kernel before the one before: the list may be read at once */
 };
@@ -64,22 +67,33 @@ struct place {
     int out, end;    /* rows [out, end) of out, at most N of them are written */
     const __half *x; /* the first of N rows */
     int64_t x_stride;
+    int other; /* grouped: its tiles are in the second stack */
 };
 
-template <int N, int TILES, bool GROUPED> __device__ place place_of(const args &a, int i)
+/* The item that place number i is of, if there may be one; it may be new to L1. */
+template <bool GROUPED> __device__ int4 item_of(const args &a, int i)
+{
+    if constexpr (GROUPED)
+        if (i < a.row_blocks * a.token_blocks)
+            return __ldcg((const int4 *)(a.items + i / a.row_blocks));
+    return {};
+}
+
+template <int N, int TILES, bool GROUPED>
+__device__ place place_of(const args &a, int i, const int4 &v)
 {
     if constexpr (GROUPED) {
-        const int4 v = __ldcg((const int4 *)(a.items + i / a.row_blocks)); /* may be new to L1 */
         const int expert = v.x & 0xffff;
         const bool direct = !a.second && v.x >> 16;
         const int64_t stride = direct ? a.h_stride : a.x_stride;
         const __half *x = (direct ? a.h : a.x) + (int64_t)(a.second ? v.z : v.y) * 64;
-        return {expert * a.n_tiles, i % a.row_blocks * TILES, v.z, v.z + v.w, x, stride};
+        return {expert * a.n_tiles, i % a.row_blocks * TILES, v.z, v.z + v.w, x, stride,
+                expert >= a.n_first};
     } else {
         const int per = GROUP * a.row_blocks, group = i / per, at = i % per;
         const int width = min(GROUP, a.token_blocks - group * GROUP);
         const int token = (group * GROUP + at % width) * N;
-        return {0, at / width * TILES, token, a.tokens, a.x + (int64_t)token * 64, a.x_stride};
+        return {0, at / width * TILES, token, a.tokens, a.x + (int64_t)token * 64, a.x_stride, 0};
     }
 }
 
@@ -373,12 +387,20 @@ struct rows {
     int out0, n_rows;
 };
 
-__device__ rows rows_of(const args &a, int tile, int t)
+/* tile: its number in tables; at: among those of its expert. */
+template <bool GROUPED> __device__ rows rows_of(const args &a, int tile, int at, int t)
 {
     const int r0 = t / 32 * 16 + t % 32 / 4, r1 = r0 + 8;
-    const float *scale = a.row_scale + tile * 64, *bias = a.bias ? a.bias + tile * 64 : nullptr;
-    return {scale[r0],          scale[r1],           bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f,
-            a.tiles[tile].out0, a.tiles[tile].n_rows};
+    const float *scale = a.row_scale + (int64_t)tile * 64,
+                *bias = a.bias ? a.bias + (int64_t)tile * 64 : nullptr;
+    rows r = {scale[r0], scale[r1], bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f, at * 64, 64};
+    if constexpr (GROUPED) {
+        r.n_rows = min(64, a.n_out - r.out0);
+    } else {
+        r.out0 = a.tiles[tile].out0;
+        r.n_rows = a.tiles[tile].n_rows;
+    }
+    return r;
 }
 
 /* Rows r0 and r0 + 8 of the tile for tokens first, first + 1, and every eighth after these, as
@@ -464,13 +486,23 @@ struct source {
     uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
     uint32_t sum;
     uint32_t x_bytes; /* of a chunk of tokens: of an item without those that are not there */
+    int4 item;        /* grouped: of the place to be found next */
 };
 
 template <int N, int TILES, bool GROUPED>
-__device__ void find_source(source &s, const args &a, int first_chunk, int lane)
+__device__ void find_source(source &s, const args &a, int first_chunk, int step, int lane)
 {
-    const place p = place_of<N, TILES, GROUPED>(a, s.place);
-    const bgk_wtile tile = a.tiles[tile_of(a, p, lane < TILES ? lane : 0)];
+    const place p = place_of<N, TILES, GROUPED>(a, s.place, s.item);
+    const int at = tile_of(a, p, lane < TILES ? lane : 0);
+    bgk_wtile tile = {};
+    if constexpr (GROUPED) {
+        const int other = p.other;
+        tile.format = a.stack_format[other];
+        tile.w = a.stack[other] + (int64_t)(at - other * a.n_first * a.n_tiles) * a.n_chunks *
+                                      chunk_bytes(tile.format);
+    } else {
+        tile = a.tiles[at];
+    }
     if (lane < TILES) {
         s.bytes = chunk_bytes(tile.format);
         s.step = s.bytes;
@@ -482,16 +514,19 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int lane)
     }
     s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
     s.x_bytes = GROUPED ? (p.end - p.out + 7) / 8 * 1024 : N * 128;
+    s.item = item_of<GROUPED>(a, s.place + step); /* takes its time: one place ahead */
 }
 
 /* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
  * stage. The first stages' weights go out before the kernel before this one is waited for. */
 template <int N, int TILES, int SC, bool GROUPED>
 __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places,
-                      int lane)
+                      const int4 &item, int lane)
 {
     const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
-    source s = {i0, 0, nullptr, 0, 0, 0, 0};
+    source s = {};
+    s.place = i0;
+    s.item = item;
     auto weights = [&](uint32_t bar, uint32_t to) {
         const int count = min(SC, n - s.chunk);
         if (lane == 0) mbar_expect(bar, count * (s.sum + s.x_bytes));
@@ -510,10 +545,10 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
         if (s.chunk < n) return;
         s.chunk = 0;
         s.place += step;
-        if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, lane);
+        if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, step, lane);
     };
     const int ahead = min(a.stages, total);
-    if (total) find_source<N, TILES, GROUPED>(s, a, first_chunk, lane);
+    if (total) find_source<N, TILES, GROUPED>(s, a, first_chunk, step, lane);
     const source begin = s;
     for (int at = 0; at < ahead; at++, advance())
         weights(r.full + 8 * at, r.data + at * a.stage_bytes);
@@ -531,7 +566,6 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
 }
 
 /* A warpgroup brings and n of them multiply; it gives them the registers it does not need. */
-constexpr int FEW = 32;
 /* At the start each thread has what `blocks` blocks leave; warps go to four register files by
  * turns. */
 __host__ __device__ constexpr int registers(int n, int blocks)
@@ -540,9 +574,14 @@ __host__ __device__ constexpr int registers(int n, int blocks)
     return most < 248 ? most : 248;
 }
 
-__host__ __device__ constexpr int many(int n, int blocks)
+__host__ __device__ constexpr int few(int n, int blocks, bool grouped)
 {
-    const int most = (registers(n, blocks) * (n + 1) - FEW) / n / 8 * 8;
+    return blocks == 1 ? (grouped ? 56 : 40) : grouped && n == 1 ? 40 : 32;
+}
+
+__host__ __device__ constexpr int many(int n, int blocks, bool grouped)
+{
+    const int most = (registers(n, blocks) * (n + 1) - few(n, blocks, grouped)) / n / 8 * 8;
     return most < 240 ? most : 240;
 }
 
@@ -556,7 +595,7 @@ __host__ __device__ constexpr bool single(unsigned formats)
 /* acc += what the ring brings of chunks [0, n); the tiles' formats are among `formats`. */
 template <unsigned FORMATS, int N, int RB, int SC>
 __device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args &a, ring &r, int n,
-                                            int group, int t, int tile)
+                                            int group, int t, const int *format_at)
 {
     static_assert(RB == 1 || single(FORMATS), "a warpgroup takes one format at a time");
     if constexpr (FORMATS == 1u << BGK_W4) {
@@ -570,7 +609,7 @@ __device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args 
     } else if constexpr (FORMATS == 1u << BGK_W16) {
         multiply<BGK_W16, N, RB, SC>(acc, a, r, n, group, t);
     } else {
-        const int format = a.tiles[tile].format;
+        const int format = *format_at;
         if (FORMATS & 1u << BGK_W4 && format == BGK_W4)
             multiply<BGK_W4, N, RB, SC>(acc, a, r, n, group, t);
         else if (FORMATS & 1u << BGK_W6 && format == BGK_W6)
@@ -612,22 +651,27 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (GROUPED && !a.list_done) ptx_wait_prior();
     ptx_let_next_start();
+    int4 item = item_of<GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
     const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
     if (g == GROUPS) {
-        ptx_fewer_registers<FEW>();
+        ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
         if (t / 32 < PARTS)
-            bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, t % 32);
+            bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, item,
+                                         t % 32);
         return;
     }
-    ptx_more_registers<many(GROUPS, BLOCKS)>();
+    ptx_more_registers<many(GROUPS, BLOCKS, GROUPED)>();
     /* Sums of parts 1.. on their way to the first, behind the rings. */
     const uint32_t sums = data + PARTS * a.stages * a.stage_bytes + 4 * (group * 128 + t);
     float acc[RB][N / 2];
     for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
-        const place p = place_of<N, TILES, GROUPED>(a, i);
+        const place p = place_of<N, TILES, GROUPED>(a, i, item);
+        item = item_of<GROUPED>(a, i + gridDim.x);
         const int tile = tile_of(a, p, group * RB);
+        const int *format = GROUPED ? &a.stack_format[p.other] : &a.tiles[tile].format;
         rows to;
-        if (RB == 1) to = rows_of(a, tile, t); /* early: it takes its time */
+        if (RB == 1)
+            to = rows_of<GROUPED>(a, tile, tile - p.first, t); /* early: it takes its time */
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
@@ -639,7 +683,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
 #pragma unroll 1
             for (int turn = 0; turn < a.splits; turn++) {
                 multiply_as<F, N, RB, SC>(acc, a, r, part_begin(a, turn + 1) - part_begin(a, turn),
-                                          group, t, tile);
+                                          group, t, format);
 #pragma unroll
                 for (int k = 0; k < RB * N / 2; k++) {
                     sum[k / (N / 2)][k % (N / 2)] += acc[k / (N / 2)][k % (N / 2)];
@@ -650,7 +694,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             for (int k = 0; k < RB * N / 2; k++)
                 acc[k / (N / 2)][k % (N / 2)] = sum[k / (N / 2)][k % (N / 2)];
         } else {
-            multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, tile);
+            multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, format);
         }
         if constexpr (PARTS > 1) {
             static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
@@ -680,7 +724,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
         for (int b = 0; b < RB; b++) {
             const int at = p.tile + group * RB + b;
             if (at >= a.n_tiles) break; /* those were read a second time, for nobody */
-            if (RB > 1) to = rows_of(a, p.first + at, t);
+            if (RB > 1) to = rows_of<GROUPED>(a, p.first + at, at, t);
             write<N>(acc[b], a, to, at, p.out, p.end, t);
         }
     }

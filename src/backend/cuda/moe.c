@@ -361,42 +361,26 @@ static bg_status load_shared(bg_cuda *c, const side *s, int64_t first, char *chu
     return load_stack(c, &one, 1, chunks, row_scale, err);
 }
 
-/* The tables of tiles and biases. */
-static bg_status side_tables(bg_cuda *c, bgk_weights *w, const bg_experts *e, const side *s,
-                             char *data, bg_error *err)
+/* Biases of experts in the order of the tiles' rows. */
+static bg_status side_biases(bg_cuda *c, bgk_weights *w, const bg_experts *e, const side *s,
+                             bg_error *err)
 {
-    const int n = e->n_experts + e->n_shared;
-    const size_t n_tiles = (size_t)n * (size_t)s->tiles;
-    const bool any = s->bias || s->up_bias;
-    bgk_wtile *tiles = calloc(n_tiles + 1, sizeof *tiles), *at = tiles, *to = NULL;
-    float *bias = calloc(any ? n_tiles * TILE : 1, sizeof *bias), *to_bias = NULL;
-    bg_status st = tiles && bias ? BG_OK : bg_fail(err, BG_NOMEM, "%s: out of memory", e->name);
-    for (int i = 0; !st && i < n; i++) {
-        const bgk_format f = i < e->n_experts ? s->format : s->shared_format;
-        for (int j = 0; j < s->tiles; j++, at++, data += tile_bytes(s, f)) {
-            const int left = (int)s->rows->n_rows - j * TILE;
-            *at = (bgk_wtile){.w = data, .format = (int32_t)f, .n_rows = TILE};
-            if (!s->up) {
-                at->out0 = j * TILE;
-                at->n_rows = left < TILE ? left : TILE;
-            }
-            for (int r = 0; any && i < e->n_experts && r < TILE; r++) {
-                int source;
-                const int row = pack_row_of(s->up != NULL, j, r, &source);
-                const float *from = source ? s->up_bias : s->bias;
-                if (from && row < s->rows->n_rows)
-                    bias[((size_t)i * (size_t)s->tiles + (size_t)j) * TILE + (size_t)r] =
-                        from[(int64_t)i * s->rows->n_rows + row];
-            }
-        }
+    const size_t n = (size_t)(e->n_experts + e->n_shared) * (size_t)s->tiles * TILE;
+    float *bias, *to = NULL;
+    if (!s->bias && !s->up_bias) return BG_OK;
+    bias = calloc(n + 1, sizeof *bias);
+    if (!bias) return bg_fail(err, BG_NOMEM, "%s: out of memory", e->name);
+    for (int64_t i = 0; i < (int64_t)e->n_experts * s->tiles * TILE; i++) {
+        const int64_t expert = i / TILE / s->tiles;
+        int source;
+        const int row =
+            pack_row_of(s->up != NULL, (int)(i / TILE % s->tiles), (int)(i % TILE), &source);
+        const float *from = source ? s->up_bias : s->bias;
+        if (from && row < s->rows->n_rows) bias[i] = from[expert * s->rows->n_rows + row];
     }
-    if (!st) st = bg_cuda_take(c, &to, n_tiles * sizeof *to, e->name, err);
-    if (!st) st = bg_cuda_put(to, tiles, n_tiles * sizeof *to, e->name, err);
-    if (!st && any) st = bg_cuda_take(c, &to_bias, n_tiles * TILE * sizeof *bias, e->name, err);
-    if (!st && any) st = bg_cuda_put(to_bias, bias, n_tiles * TILE * sizeof *bias, e->name, err);
-    w->tiles = to;
-    w->bias = to_bias;
-    free(tiles);
+    bg_status st = bg_cuda_take(c, &to, n * sizeof *to, e->name, err);
+    if (!st) st = bg_cuda_put(to, bias, n * sizeof *to, e->name, err);
+    w->bias = to;
     free(bias);
     return st;
 }
@@ -420,7 +404,9 @@ static bg_status load_side(bg_cuda *c, bgk_weights *w, bg_experts *e, side *s,
                        .n_chunks = (s->k + TILE - 1) / TILE,
                        .formats = 1u << s->format | 1u << s->shared_format,
                        .n_ff = s->up ? e->n_ff : 0,
-                       .n_out = (int)s->rows->n_rows};
+                       .n_out = (int)s->rows->n_rows,
+                       .stack_format = {s->format, s->shared_format},
+                       .n_first = e->n_experts};
     w->splits = side_splits(e, w);
     const size_t each = (size_t)s->tiles * tile_bytes(s, s->format),
                  shared = (size_t)s->tiles * tile_bytes(s, s->shared_format),
@@ -433,7 +419,9 @@ static bg_status load_side(bg_cuda *c, bgk_weights *w, bg_experts *e, side *s,
     bg_status st = bg_cuda_take(c, &data, routed + shared * (size_t)e->n_shared, e->name, err);
     if (!st) st = bg_cuda_take(c, &row_scale, scales * sizeof *row_scale, e->name, err);
     w->row_scale = row_scale;
-    if (!st) st = side_tables(c, w, e, s, data, err);
+    w->stack[0] = data;
+    w->stack[1] = data + routed;
+    if (!st) st = side_biases(c, w, e, s, err);
     if (!st) st = load_stack(c, s, e->n_experts, data, row_scale, err);
     for (int i = 0; !st && i < e->n_shared; i++)
         st = load_shared(c, s, i * spec->shared_step, data + routed + (size_t)i * shared,

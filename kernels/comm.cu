@@ -7,8 +7,11 @@
  *   traffic   n_ranks + 1 values of 4 bytes an element; 2 in gather_shards
  *   peers     sum_peers reads the other GPUs' memory: a few us where a collective of NCCL takes 20
  *   proof     tests/gpu/test_comm.c: bit for bit against the same sums on the host */
+#include <cooperative_groups.h>
+
 #include "bgk.h"
 #include "launch.cuh"
+#include "norm.cuh"
 
 namespace
 {
@@ -124,7 +127,7 @@ __device__ void leave(const bgk_peers &p, uint64_t epoch)
 {
     call_count *c = count_of(p);
     __syncthreads();
-    if (threadIdx.x || atomicAdd(&c->left, 1) + 1 < gridDim.x) return;
+    if (threadIdx.x || atomicAdd(&c->left, 1) + 1 < gridDim.x * gridDim.y * gridDim.z) return;
     c->left = 0;
     *(volatile uint64_t *)&c->epoch = epoch;
 }
@@ -175,27 +178,34 @@ __device__ uint4 look_at_line(const uint4 *at)
     return v;
 }
 
-/* Two neighbouring values of every rank, this one's is `own`, added in rank order. */
-__device__ float2 sum_of_lines(const bgk_peers &p, uint64_t epoch, int64_t i, float2 own)
+/* N lines of every rank, `stride` lines apart, added in rank order onto nothing; own: this rank's.
+ */
+template <int MOST, int N>
+__device__ void sum_of_lines(const bgk_peers &p, uint64_t epoch, int64_t first, int64_t stride,
+                             const float2 *own, float2 *sum)
 {
     const uint32_t flag = line_flag(epoch);
-    uint4 got[BGK_MAX_PEERS];
+    uint4 got[MOST][N];
 #pragma unroll
-    for (int r = 0; r < BGK_MAX_PEERS; r++) /* all under way before the first is needed */
-        if (r < p.n_ranks && r != p.rank) got[r] = look_at_line(lines_of(p, p.rank, epoch, r) + i);
-    float2 s = own;
+    for (int r = 0; r < MOST; r++) /* all under way before the first is needed */
 #pragma unroll
-    for (int r = 0; r < BGK_MAX_PEERS; r++) {
+        for (int k = 0; k < N; k++)
+            if (r < p.n_ranks && r != p.rank)
+                got[r][k] = look_at_line(lines_of(p, p.rank, epoch, r) + first + k * stride);
+#pragma unroll
+    for (int r = 0; r < MOST; r++) {
         if (r >= p.n_ranks) continue;
-        float2 v = own;
-        if (r != p.rank) {
-            while (got[r].y != flag || got[r].w != flag)
-                got[r] = look_at_line(lines_of(p, p.rank, epoch, r) + i);
-            v = make_float2(__uint_as_float(got[r].x), __uint_as_float(got[r].z));
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            float2 v = own[k];
+            if (r != p.rank) {
+                while (got[r][k].y != flag || got[r][k].w != flag)
+                    got[r][k] = look_at_line(lines_of(p, p.rank, epoch, r) + first + k * stride);
+                v = make_float2(__uint_as_float(got[r][k].x), __uint_as_float(got[r][k].z));
+            }
+            sum[k] = r ? make_float2(sum[k].x + v.x, sum[k].y + v.y) : v;
         }
-        s = r ? make_float2(s.x + v.x, s.y + v.y) : v;
     }
-    return s;
 }
 
 __device__ void send_lines(const bgk_peers &p, uint64_t epoch, int64_t i, float2 v)
@@ -217,10 +227,95 @@ __global__ void __launch_bounds__(LINE_BLOCK)
     const uint64_t epoch = enter(p);
     if (i < n2) {
         const float2 v = x[i];
+        float2 sum;
         send_lines(p, epoch, i, v);
-        x[i] = sum_of_lines(p, epoch, i, v);
+        sum_of_lines<BGK_MAX_PEERS, 1>(p, epoch, i, 0, &v, &sum);
+        x[i] = sum;
     }
     leave(p, epoch);
+}
+
+/* ---- sum, residual and norm in one -------------------------------------------------------------
+ * A row is a cluster's: each block has some of the warps that norm_rows (elementwise.cu) would give
+ * the row, with the same columns, and the sums of squares of all warps meet in every block's shared
+ * memory. What a row sends takes several blocks: those with blockIdx.y > 0 do nothing else, each
+ * for other ranks. A thread's lines lie one row of threads apart. */
+
+constexpr int NORM_PART = 128, NORM_SENDERS = 4; /* threads of a block; blockIdx.y */
+
+template <int MOST, int EACH>
+__global__ void __launch_bounds__(NORM_PART)
+    sum_norm_lines(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols,
+                   const float *w, float eps, int cols, int pieces,
+                   const __grid_constant__ bgk_peers p)
+{
+#if __CUDA_ARCH__ >= 900
+    namespace cg = cooperative_groups;
+    const cg::cluster_group cluster = cg::this_cluster();
+    const int threads = gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = blockIdx.z;
+    const int64_t first = (int64_t)row * EACH * 4 * threads + me;
+    const float *yr = y + row * y_cols;
+    float *xr = x + row * x_cols;
+    const bool receives = blockIdx.y == 0;
+    float2 own[EACH][4];
+    __shared__ float part[NORM_WARPS];
+    ptx_let_next_start();
+    if (receives) cluster.barrier_arrive(); /* part may be written once all blocks are there */
+    ptx_wait_prior();
+    const uint64_t epoch = enter(p);
+    const uint32_t flag = line_flag(epoch);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(me + i * threads);
+        const float4 a = load4<true>(yr, col, cols), b = load4<true>(yr, col + 32, cols);
+        own[i][0] = make_float2(a.x, a.y);
+        own[i][1] = make_float2(a.z, a.w);
+        own[i][2] = make_float2(b.x, b.y);
+        own[i][3] = make_float2(b.z, b.w);
+    }
+    for (int k = 1 + blockIdx.y; k < p.n_ranks; k += gridDim.y) {
+        const int to = p.rank + k < p.n_ranks ? p.rank + k : p.rank + k - p.n_ranks;
+        uint4 *at = lines_of(p, to, epoch, p.rank) + first;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (me + i * threads < pieces)
+                    put_line(at + (i * 4 + j) * threads, own[i][j], flag);
+    }
+    if (receives) {
+        float4 a[EACH], b[EACH];
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int u = me + i * threads, col = piece_col(u);
+            float2 s[4] = {};
+            if (u < pieces)
+                sum_of_lines<MOST, 4>(p, epoch, first + i * 4 * threads, threads, own[i], s);
+            a[i] = load4<true>(xr, col, cols) + make_float4(s[0].x, s[0].y, s[1].x, s[1].y);
+            b[i] = load4<true>(xr, col + 32, cols) + make_float4(s[2].x, s[2].y, s[3].x, s[3].y);
+            store4<true>(xr, col, cols, a[i]);
+            store4<true>(xr, col + 32, cols, b[i]);
+            squares = add_squares(add_squares(squares, a[i]), b[i]);
+        }
+        squares = warp_sum(squares);
+        cluster.barrier_wait();
+        if (threadIdx.x % 32 < gridDim.x)
+            cluster.map_shared_rank(part, threadIdx.x % 32)[me / 32] = squares;
+        cluster.sync();
+        const float f = 1.0f / sqrtf(sum_of_warps(part, threads / 32) / (float)cols + eps);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int u = me + i * threads, col = piece_col(u);
+            if (u < pieces)
+                put_piece<true, true>(
+                    out, row, u, cols, scaled(a[i], f, load4<true>(w, col, cols), col, cols),
+                    scaled(b[i], f, load4<true>(w, col + 32, cols), col + 32, cols));
+        }
+    }
+    leave(p, epoch);
+#endif
 }
 
 __device__ void add(float4 &s, float4 v)
@@ -432,6 +527,57 @@ cudaError_t bgk_sum_peers(float *x, int64_t n, const bgk_peers *p, bgk_sum way, 
                         : p->n_ranks <= 4 ? sum_twice<4>
                                           : sum_twice<8>,
                         wide_blocks(slice), WIDE_BLOCK, 0, stream, (float4 *)x, n4, slice, *p);
+}
+
+/* Blocks of a row's cluster: a power of two that warps are cut by; 0: threads are too many. */
+static unsigned norm_blocks(unsigned threads)
+{
+    unsigned blocks = 8;
+    while (blocks > 1 && threads / 32 % blocks)
+        blocks /= 2;
+    return threads / blocks <= NORM_PART ? blocks : 0;
+}
+
+bool bgk_sum_peers_norm_fits(int rows, int cols)
+{
+    int each;
+    const int pieces = pieces_of(cols, &each);
+    const unsigned threads = norm_threads(pieces, each);
+    return launch_programmatic() && rows >= 1 && cols >= 4 && cols % 4 == 0 &&
+           (each == 1 || each == 2) && norm_blocks(threads) &&
+           (int64_t)rows * each * 4 * threads <= LINES;
+}
+
+cudaError_t bgk_sum_peers_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
+                               int64_t y_cols, const float *w, float eps, int rows, int cols,
+                               const bgk_peers *p, cudaStream_t stream)
+{
+    if (!bgk_sum_peers_norm_fits(rows, cols) || out->layout != BGK_TILES ||
+        out->stride % BGK_TILE_ROWS || (uintptr_t)out->data % 1024 || !aligned(x) || !aligned(y) ||
+        !aligned(w) || x_cols % 4 || y_cols % 4 || p->n_ranks < 2 || p->n_ranks > BGK_MAX_PEERS)
+        return cudaErrorInvalidValue;
+    int each;
+    const int pieces = pieces_of(cols, &each);
+    const unsigned threads = norm_threads(pieces, each), blocks = norm_blocks(threads);
+    const unsigned senders = p->n_ranks - 1 < NORM_SENDERS ? p->n_ranks - 1 : NORM_SENDERS;
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = blocks;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks, senders, (unsigned)rows);
+    config.blockDim = threads / blocks;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    const auto kernel = p->n_ranks <= 2 ? (each == 1 ? sum_norm_lines<2, 1> : sum_norm_lines<2, 2>)
+                        : p->n_ranks <= 4
+                            ? (each == 1 ? sum_norm_lines<4, 1> : sum_norm_lines<4, 2>)
+                            : (each == 1 ? sum_norm_lines<8, 1> : sum_norm_lines<8, 2>);
+    return cudaLaunchKernelEx(&config, kernel, *out, x, x_cols, y, y_cols, w, eps, cols, pieces,
+                              *p);
 }
 
 cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream)

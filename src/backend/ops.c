@@ -24,6 +24,7 @@ typedef enum op_kind {
     OP_MLA_ATTENTION,
     OP_INDEX,
     OP_ALL_REDUCE,
+    OP_ALL_REDUCE_NORM,
     OP_GATHER_OUT,
     OP_LOGITS,
     OP_SAMPLE,
@@ -35,8 +36,8 @@ typedef enum op_kind {
 static const char *const op_names[N_OPS] = {
     "embed",      "rms_norm",  "add",           "add_rms_norm", "norm_add_norm", "linear",
     "rope_store", "attention", "glu",           "linear_glu",   "route",         "moe",
-    "mla_store",  "mla_query", "mla_attention", "index",        "all_reduce",    "gather_out",
-    "logits",     "sample",    "fetch",         "fetch_logits",
+    "mla_store",  "mla_query", "mla_attention", "index",        "all_reduce",    "all_reduce_norm",
+    "gather_out", "logits",    "sample",        "fetch",        "fetch_logits",
 };
 _Static_assert((int)N_OPS <= (int)BG_OP_KINDS, "op_ns has too few places");
 
@@ -61,6 +62,7 @@ bg_op_group bg_op_kind_group(int kind)
     case OP_INDEX:
         return BG_OPS_ATTENTION;
     case OP_ALL_REDUCE:
+    case OP_ALL_REDUCE_NORM:
         return BG_OPS_COLLECTIVES;
     default:
         return BG_OPS_OTHER;
@@ -328,6 +330,21 @@ bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
     const int64_t t = before(b, OP_ALL_REDUCE, x, false);
     bg_status st = b->ops->all_reduce(b, x, err);
     return after(b, OP_ALL_REDUCE, t, x, b->ops->n_rows(b), x->cols, st, err);
+}
+
+bg_status bg_op_all_reduce_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y,
+                                        const bg_vec *w, float eps, bg_error *err)
+{
+    if (!b->ops->fuses_sum || !b->ops->fuses_sum(b, out, y)) {
+        bg_status st = bg_op_all_reduce(b, y, err);
+        return st ? st : bg_op_add_rms_norm(b, out, x, y, w, eps, err);
+    }
+    const int n_rows = b->ops->n_rows(b);
+    const int64_t t = before(b, OP_ALL_REDUCE_NORM, out, true);
+    count(b, OP_ALL_REDUCE_NORM,
+          3 * act_bytes(x, n_rows, x->cols) + act_bytes(out, n_rows, x->cols), 0);
+    bg_status st = b->ops->all_reduce_norm(b, out, x, y, w, eps, err);
+    return after(b, OP_ALL_REDUCE_NORM, t, out, n_rows, out->cols, st, err);
 }
 
 bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)

@@ -364,6 +364,10 @@ typedef struct bg_ops {
     /* NULL: rms_norm and add_rms_norm. y's values are undefined after it. */
     bg_status (*norm_add_norm)(bg_backend *b, bg_act *out, bg_act *x, bg_act *y, const bg_vec *post,
                                const bg_vec *w, float eps, bg_error *err);
+    /* NULL: all_reduce and add_rms_norm; as where fuses_sum() says no, for the present step. */
+    bool (*fuses_sum)(const bg_backend *b, const bg_act *out, const bg_act *y);
+    bg_status (*all_reduce_norm)(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                                 const bg_vec *w, float eps, bg_error *err);
     bg_status (*linear)(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x, int n_rows,
                         bg_error *err);
     bg_status (*rope_store)(bg_backend *b, bg_act *q_out, const bg_act *qkv, const bg_attn_in *p,
@@ -529,6 +533,10 @@ bg_status bg_op_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const b
                       bg_error *err);
 /* Sum over the replica's ranks, in rank order; nothing to do without a comm. */
 bg_status bg_op_all_reduce(bg_backend *b, bg_act *x, bg_error *err);
+/* y = its sum over ranks; x += y; out = rms_norm(x): all_reduce and add_rms_norm, bit for bit. y's
+ * values are undefined after it. */
+bg_status bg_op_all_reduce_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y,
+                                        const bg_vec *w, float eps, bg_error *err);
 /* out[j,:] = x[row of output j,:] for the n_out rows that yield logits */
 bg_status bg_op_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err);
 /* logits[n_out, vocab] = x head^T; head holds this rank's rank_rows[rank] rows of the vocabulary

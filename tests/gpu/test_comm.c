@@ -270,6 +270,101 @@ static void check_replays(bg_cuda *c, int rank, int n_ranks, int cols, int rows,
     cudaFree(log);
 }
 
+/* Sum, residual and norm in one kernel: the bits of the three by themselves, eager and captured,
+ * many times, and where a mix of both goes on. */
+static void check_norm(bg_cuda *c, int rank, int rows, int cols, int n_runs)
+{
+    const size_t n = (size_t)rows * (size_t)cols, bytes = n * sizeof(float);
+    const bool tiled = c->tiled;
+    bg_error err = {0};
+    bg_act x[2], y, out[2];
+    bg_vec w;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    float *source = NULL, *host = malloc(2 * bytes), *got[2] = {malloc(bytes), malloc(bytes)};
+    if (!bgk_sum_peers_norm_fits(rows, cols)) return; /* not this GPU */
+    for (size_t i = 0; i < n; i++) {
+        host[i] = value_of(rank, i);
+        host[n + i] = gpu_random(99, i) * 1e5f; /* the residual: everyone's */
+    }
+    MUST(cudaMalloc((void **)&source, 2 * bytes) == cudaSuccess, "memory");
+    MUST(cudaMemcpy(source, host, 2 * bytes, cudaMemcpyHostToDevice) == cudaSuccess, "copy");
+    for (int i = 0; i < cols; i++)
+        host[i] = gpu_random(7, (uint64_t)i);
+    MUST(bg_cuda_vec_new(&c->base, &w, "w", host, cols, &err) == BG_OK, "%s", err.text);
+    MUST(bg_cuda_act_new(&c->base, &y, "y", rows, cols, &err) == BG_OK, "%s", err.text);
+    c->tiled = true; /* the layout of that mode, whatever this one is */
+    for (int i = 0; i < 2; i++) {
+        MUST(bg_cuda_act_new(&c->base, &x[i], "x", rows, cols, &err) == BG_OK, "%s", err.text);
+        MUST(bg_cuda_act_input_new(&c->base, &out[i], "h", rows, cols, &err) == BG_OK, "%s",
+             err.text);
+    }
+    c->tiled = tiled;
+    MUST(cudaDeviceSynchronize() == cudaSuccess, "copies");
+    const bgk_out o = bg_cuda_out(&out[0]);
+    const size_t out_bytes = (size_t)((cols + 63) / 64 * o.stride) * 64 * 2;
+    uint16_t *tiles[2] = {malloc(out_bytes), malloc(out_bytes)};
+    c->s.n_rows = rows;
+    MUST(bg_cuda_fuses_sum(&c->base, &out[1], &y), "sum and norm are not one here");
+    for (int run = -1; run < n_runs; run++) {
+        const int to = run < 0 ? 0 : 1; /* first as it should be */
+        MUST(cudaMemcpyAsync(y.data, source, bytes, cudaMemcpyDeviceToDevice, c->stream) ==
+                 cudaSuccess,
+             "copy");
+        MUST(cudaMemcpyAsync(x[to].data, source + n, bytes, cudaMemcpyDeviceToDevice, c->stream) ==
+                 cudaSuccess,
+             "copy");
+        if (run == 1)
+            MUST(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess,
+                 "capture");
+        if (run < 0) {
+            MUST(bg_cuda_all_reduce_rows(c, &y, rows, &err) == BG_OK, "%s", err.text);
+            MUST(bgk_rms_norm(&o, x[0].data, cols, y.data, cols, w.data, 1e-5f, rows, cols,
+                              c->stream) == cudaSuccess,
+                 "norm");
+        } else if (run <= 1 || run % 5 == 0) {
+            MUST(bg_cuda_all_reduce_norm(&c->base, &out[1], &x[1], &y, &w, 1e-5f, &err) == BG_OK,
+                 "%s", err.text);
+        }
+        if (run == 1) {
+            MUST(cudaStreamEndCapture(c->stream, &graph) == cudaSuccess, "end of the capture");
+            MUST(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess, "graph");
+        }
+        if (run >= 1 && (run == 1 || run % 5))
+            MUST(cudaGraphLaunch(exec, c->stream) == cudaSuccess, "launch");
+        if (run % 3 == 2) MUST(bg_cuda_all_reduce_rows(c, &y, rows, &err) == BG_OK, "%s", err.text);
+        if (run > 2 && run + 1 < n_runs) continue; /* without waiting */
+        MUST(cudaStreamSynchronize(c->stream) == cudaSuccess, "norm of [%d, %d]", rows, cols);
+        MUST(cudaMemcpy(got[to], x[to].data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess, "copy");
+        MUST(cudaMemcpy(tiles[to], out[to].data, out_bytes, cudaMemcpyDeviceToHost) == cudaSuccess,
+             "copy");
+        if (run < 0) continue;
+        MUST(memcmp(got[0], got[1], bytes) == 0, "residual, run %d of [%d, %d]", run, rows, cols);
+        MUST(memcmp(tiles[0], tiles[1], out_bytes) == 0, "norm, run %d of [%d, %d]", run, rows,
+             cols);
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaFree(source);
+    free(host);
+    for (int i = 0; i < 2; i++) {
+        free(got[i]);
+        free(tiles[i]);
+    }
+}
+
+static void check_norms(bg_cuda *c, int rank, int n_runs)
+{
+    bg_cuda_comm_force(c, BG_CUDA_SUMS_AUTO);
+    check_norm(c, rank, 1, 6144, n_runs);
+    check_norm(c, rank, 5, 6144, n_runs);
+    check_norm(c, rank, 4, 4096, n_runs);
+    check_norm(c, rank, 3, 3072, n_runs);
+    check_norm(c, rank, 8, 2880, n_runs);
+    check_norm(c, rank, 2, 2044, n_runs);
+    check_norm(c, rank, 8, 64, n_runs);
+}
+
 /* Of 157 in one graph, as a decode step of GLM-5 has them: the best of a few. */
 static double time_sums(bg_cuda *c, int rank, bg_act *x, int rows)
 {
@@ -349,6 +444,7 @@ static void check_peers(bg_cuda *c, int rank, const world *w)
             check_sum(c, rank, w->n, 32, 4096, true);
             if (i == 0) check_sum(c, rank, w->n, 333, 1028, true);
         }
+    check_norms(c, rank, 12);
 }
 
 /* Real links: every size up to 64 MB, odd ones too, each way; then many runs without a pause. */
@@ -368,7 +464,7 @@ static void check_gpus(bg_cuda *c, int rank, const world *w)
         check_replays(c, rank, w->n, 6144, 1, 1000);
         check_replays(c, rank, w->n, 6144, 33, 300);
     }
-    bg_cuda_comm_force(c, BG_CUDA_SUMS_AUTO);
+    check_norms(c, rank, 1000);
     check_logits(c, rank, w, w->max_out);
 }
 

@@ -430,6 +430,30 @@ bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error 
     return sum(c, x->data, (size_t)(rows * x->cols), err);
 }
 
+bool bg_cuda_fuses_sum(const bg_backend *b, const bg_act *out, const bg_act *y)
+{
+    const bg_cuda *c = (const bg_cuda *)b;
+    const struct bg_cuda_comm *m = c->ranks;
+    return m && m->peers.n_ranks > 1 && m->sums == BG_CUDA_SUMS_AUTO && out->layout == BGK_TILES &&
+           y->layout == BGK_ROWS && bgk_sum_peers_norm_fits(c->s.n_rows, (int)y->cols);
+}
+
+bg_status bg_cuda_all_reduce_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                                  const bg_vec *w, float eps, bg_error *err)
+{
+    bg_cuda *c = (bg_cuda *)b;
+    const int rows = c->s.n_rows;
+    if (rows > out->max_rows || rows > x->max_rows || rows > y->max_rows || out->cols < w->n ||
+        x->cols != w->n || y->cols != w->n)
+        return bg_fail(err, BG_INTERNAL, "op all_reduce_norm: %s, %s, %s and %lld weights",
+                       out->name, x->name, y->name, (long long)w->n);
+    const bgk_out o = bg_cuda_out(out);
+    return bg_cuda_done(err,
+                        bgk_sum_peers_norm(&o, x->data, x->cols, y->data, y->cols, w->data, eps,
+                                           rows, (int)w->n, &c->ranks->peers, c->stream),
+                        "op all_reduce_norm");
+}
+
 /* ---- logits ---------------------------------------------------------------------------------- */
 
 int64_t bg_cuda_shard_cols(const bg_cuda *c)

@@ -349,6 +349,10 @@ typedef enum bg_cuda_sums {
 void bg_cuda_comm_force(bg_cuda *c, bg_cuda_sums sums);
 /* x = the sum over ranks, in rank order, of the first rows; nothing to do for the only rank. */
 bg_status bg_cuda_all_reduce_rows(bg_cuda *c, bg_act *x, int64_t rows, bg_error *err);
+/* Sum, residual and norm in one kernel, for few rows. */
+bool bg_cuda_fuses_sum(const bg_backend *b, const bg_act *out, const bg_act *y);
+bg_status bg_cuda_all_reduce_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_act *y,
+                                  const bg_vec *w, float eps, bg_error *err);
 /* c->logits holds this rank's share, [n_out, bg_cuda_shard_cols()], of which rank_rows[rank]
  * columns count; becomes [n_out, vocab]. */
 int64_t bg_cuda_shard_cols(const bg_cuda *c);

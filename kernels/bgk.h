@@ -205,7 +205,8 @@ typedef struct bgk_moe_item {
 
 /* Who works on what. Result rows: of each of the n_shared experts (numbers n_experts and on) all
  * tokens, then of each expert the tokens that chose it, ascending; an expert's begin at multiples
- * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h. */
+ * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h; that is
+ * found out from route where it is needed, plan and gather do nothing. */
 typedef struct bgk_moe {
     int n_experts, n_used, n_shared, tokens;
     int n; /* tokens in an item: 8, 32, 64 or 128; BGK_DIRECT tokens and fewer: 8 */
@@ -242,9 +243,9 @@ static inline int64_t bgk_moe_counts(const bgk_moe *m)
 {
     return (int64_t)((m->tokens + 1023) / 1024) * m->n_experts;
 }
+/* Fills in pos, items and n_items. */
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream);
-/* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES; nothing to do up to
- * BGK_DIRECT tokens. */
+/* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES. */
 cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m, int groups,
                            cudaStream_t stream);
 /* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, row_scale and bias are of

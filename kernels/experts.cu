@@ -58,8 +58,9 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
         w->formats >> BGK_FORMATS || !tiles(x) || (h && !tiles(h)) || w->block_tiles ||
         m->tokens < 0 || (w->n_ff ? !tiles(out) : out->layout != BGK_ROWS) ||
         (!w->n_ff && (w->n_out < 1 || w->n_out > w->n_tiles * 64)) ||
-        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
-        m->n_experts + m->n_shared > 0xffff ||
+        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) || m->n_experts < 1 ||
+        m->n_experts > BGK_MAX_EXPERTS || m->n_shared < 0 || m->n_shared > 0xff00 ||
+        (m->tokens <= BGK_DIRECT && m->n != BGK_DIRECT) ||
         (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
         (h && (m->tokens + m->n - 1) / m->n * m->n > h->stride))
         return cudaErrorInvalidValue;
@@ -90,6 +91,12 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
     a.layout = out->layout;
     a.items = m->items;
     a.n_items = m->n_items;
+    if (m->tokens <= BGK_DIRECT) a.route = m->route;
+    a.route_cols = m->route_cols;
+    a.tokens = m->tokens;
+    a.n_experts = m->n_experts;
+    a.n_used = m->n_used;
+    a.n_shared = m->n_shared;
     a.second = !h;
     a.list_done = list_done;
     a.token_blocks = (int)most;

@@ -40,6 +40,9 @@ struct args {
     int64_t h_stride;
     const char *stack[2]; /* tiles of experts [0, n_first), and of the others */
     int stack_format[2], n_first;
+    const float *route; /* not NULL: up to BGK_DIRECT tokens; what to do follows from it, no list */
+    int64_t route_cols;
+    int n_experts, n_used, n_shared;
     bool second;    /* x is what the first product wrote: its rows are the items' out rows */
     bool list_done; /* by the kernel before the one before: the list may be read at once */
 };
@@ -70,12 +73,66 @@ struct place {
     int other; /* grouped: its tiles are in the second stack */
 };
 
-/* The item that place number i is of, if there may be one; it may be new to L1. */
-template <bool GROUPED> __device__ int4 item_of(const args &a, int i)
+/* The experts that somebody chose, of few tokens. */
+struct chosen {
+    uint32_t bits[BGK_MAX_EXPERTS / 32];
+    int before[BGK_MAX_EXPERTS / 32 + 1]; /* bits in the words before */
+};
+
+__device__ chosen &chosen_experts()
 {
-    if constexpr (GROUPED)
-        if (i < a.row_blocks * a.token_blocks)
-            return __ldcg((const int4 *)(a.items + i / a.row_blocks));
+    __shared__ chosen c;
+    return c;
+}
+
+/* All threads of the block; returns the number of items. */
+__device__ int find_chosen(const args &a)
+{
+    constexpr int WORDS = BGK_MAX_EXPERTS / 32;
+    chosen &c = chosen_experts();
+    for (int i = threadIdx.x; i < WORDS; i += blockDim.x)
+        c.bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.tokens * a.n_used; i += blockDim.x) {
+        const float v = __ldcg(a.route + i / a.n_used * a.route_cols + i % a.n_used);
+        const int e = max(0, min((int)v, a.n_experts - 1));
+        atomicOr(&c.bits[e / 32], 1u << e % 32);
+    }
+    __syncthreads();
+    if (threadIdx.x <= WORDS) {
+        int sum = 0;
+        for (int i = 0; i < threadIdx.x; i++)
+            sum += __popc(c.bits[i]);
+        c.before[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    return a.n_shared + c.before[WORDS];
+}
+
+/* Item number i of few tokens: as moe.cu's plan would have it. */
+__device__ int4 direct_item(const args &a, int i)
+{
+    const chosen &c = chosen_experts();
+    const int out = 8 * i, n = i - a.n_shared;
+    if (n < 0) return make_int4((a.n_experts + i) | 1 << 16, 0, out, a.tokens);
+    int word = 0;
+    while (word + 1 < BGK_MAX_EXPERTS / 32 && c.before[word + 1] <= n)
+        word++;
+    uint32_t bits = c.bits[word];
+    for (int k = c.before[word]; k < n; k++)
+        bits &= bits - 1;
+    return make_int4((32 * word + __ffs((int)bits) - 1) | 1 << 16, 0, out, a.tokens);
+}
+
+/* The item that place number i is of, if there may be one; it may be new to L1. */
+template <int N, bool GROUPED> __device__ int4 item_of(const args &a, int i)
+{
+    if constexpr (GROUPED) {
+        if (i >= a.row_blocks * a.token_blocks) return {};
+        if constexpr (N == BGK_DIRECT)
+            if (a.route) return direct_item(a, i / a.row_blocks);
+        return __ldcg((const int4 *)(a.items + i / a.row_blocks));
+    }
     return {};
 }
 
@@ -514,7 +571,7 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int step,
     }
     s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
     s.x_bytes = GROUPED ? (p.end - p.out + 7) / 8 * 1024 : N * 128;
-    s.item = item_of<GROUPED>(a, s.place + step); /* takes its time: one place ahead */
+    s.item = item_of<N, GROUPED>(a, s.place + step); /* takes its time: one place ahead */
 }
 
 /* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
@@ -651,8 +708,15 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (GROUPED && !a.list_done) ptx_wait_prior();
     ptx_let_next_start();
-    int4 item = item_of<GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
-    const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
+    int n_items = 0; /* grouped */
+    if constexpr (GROUPED) {
+        if (N == BGK_DIRECT && a.route)
+            n_items = find_chosen(a);
+        else
+            n_items = __ldcg(a.n_items);
+    }
+    const int n_places = a.row_blocks * (GROUPED ? n_items : a.token_blocks);
+    int4 item = item_of<N, GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
     if (g == GROUPS) {
         ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
         if (t / 32 < PARTS)
@@ -666,7 +730,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     float acc[RB][N / 2];
     for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
         const place p = place_of<N, TILES, GROUPED>(a, i, item);
-        item = item_of<GROUPED>(a, i + gridDim.x);
+        item = item_of<N, GROUPED>(a, i + gridDim.x);
         const int tile = tile_of(a, p, group * RB);
         const int *format = GROUPED ? &a.stack_format[p.other] : &a.tiles[tile].format;
         rows to;

@@ -249,7 +249,6 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
         if (thread < m.n_experts) m.counts[blockIdx.x * m.n_experts + thread] = count[thread];
         return;
     }
-    const bool direct = m.tokens <= BGK_DIRECT;
     int total = 0, earlier = 0;
     if (thread < m.n_experts) {
         total = count[thread];
@@ -261,7 +260,6 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
                 total += there;
             }
         }
-        if (direct && total) total = m.tokens;
     }
     const int padded = (m.tokens + 7) / 8 * 8, shared_rows = m.n_shared * padded;
     const int shared_items = m.n_shared * ((m.tokens + m.n - 1) / m.n);
@@ -270,7 +268,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
     if (thread < m.n_experts) first[thread] = shared_rows + mine.rows + earlier;
     if (blockIdx.x == 0) {
         if (thread < m.n_experts)
-            put_items(m, shared_items + mine.items, thread, direct, direct ? 0 : mine.rows,
+            put_items(m, shared_items + mine.items, thread, false, mine.rows,
                       shared_rows + mine.rows, total);
         else if (thread - m.n_experts < m.n_shared) {
             const int s = thread - m.n_experts;
@@ -283,7 +281,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
         const int t = i / m.n_used, e = chosen(m, token0 + t, i % m.n_used),
                   at = e * words + t / 32;
         m.pos[(int64_t)token0 * m.n_used + i] =
-            first[e] + (direct ? t : before[at] + __popc(bits[at] & ((1u << t % 32) - 1)));
+            first[e] + before[at] + __popc(bits[at] & ((1u << t % 32) - 1));
     }
 }
 
@@ -321,16 +319,41 @@ struct combined {
     int cols;
 };
 
+/* Of up to BGK_DIRECT tokens: rows of an expert are behind those of the chosen ones of lower
+ * numbers. All threads. */
+__device__ void find_direct(int *pos, const bgk_moe &m, int t)
+{
+    constexpr int WORDS = BGK_MAX_EXPERTS / 32;
+    __shared__ uint32_t bits[WORDS];
+    if (threadIdx.x < WORDS) bits[threadIdx.x] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < m.tokens * m.n_used; i += BLOCK) {
+        const int e = chosen(m, i / m.n_used, i % m.n_used);
+        atomicOr(&bits[e / 32], 1u << e % 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < m.n_used) {
+        const int e = chosen(m, t, threadIdx.x);
+        int before = __popc(bits[e / 32] & ((1u << e % 32) - 1));
+        for (int i = 0; i < e / 32; i++)
+            before += __popc(bits[i]);
+        pos[threadIdx.x] = 8 * (m.n_shared + before) + t;
+    }
+    __syncthreads();
+}
+
 template <bool VEC> __global__ void __launch_bounds__(BLOCK) combine_rows(combined c, bgk_moe m)
 {
+    __shared__ int direct[BGK_MAX_USED];
     constexpr int EACH = VEC ? 4 : 1;
     const int t = blockIdx.x, col = (blockIdx.y * BLOCK + threadIdx.x) * EACH;
     const int padded = (m.tokens + 7) / 8 * 8, k = m.n_used;
     ptx_let_next_start();
     ptx_wait_prior();
+    if (m.tokens <= BGK_DIRECT) find_direct(direct, m, t);
     if (col >= c.cols) return;
     const float *route = m.route + t * m.route_cols;
-    const int32_t *pos = m.pos + (int64_t)t * k;
+    const int32_t *pos = m.tokens <= BGK_DIRECT ? direct : m.pos + (int64_t)t * k;
     auto at = [&](const float *p) { return VEC ? *(const float4 *)p : make_float4(*p, 0, 0, 0); };
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 8
@@ -471,9 +494,9 @@ cudaError_t bgk_route(float *route, int64_t route_cols, const float *parts, int6
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream)
 {
     if (!valid(m) || (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
-        (m->tokens <= BGK_DIRECT && m->n != 8) || (uintptr_t)m->items % 16)
+        (uintptr_t)m->items % 16)
         return cudaErrorInvalidValue;
-    if (!m->tokens) return cudaSuccess;
+    if (m->tokens <= BGK_DIRECT) return cudaSuccess;
     const int blocks = (m->tokens + CHUNK - 1) / CHUNK,
               words = m->tokens < CHUNK ? (m->tokens + 31) / 32 : CHUNK / 32;
     const size_t shared = (size_t)m->n_experts * words * 6;

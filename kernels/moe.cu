@@ -5,8 +5,9 @@
  *
  * Launch: route: a block a token, a thread an expert. plan: a block of 1024 threads for 1024
  * tokens; with more tokens once to count, once to place. gather, combine: blocks of 256 threads, a
- * token each. All programmatic: the list of items is complete when gather, or the first product,
- * lets the next kernel start. Graph-capturable.
+ * token each. Up to BGK_DIRECT tokens there is neither plan nor gather: the products and combine
+ * find out by themselves what was chosen. All programmatic: the list of items is complete when
+ * gather lets the next kernel start. Graph-capturable.
  *
  * Order: sums of softmaxes by the number of experts alone; a token's place among its expert's by
  * number; combine adds in the order of choice.

@@ -258,9 +258,10 @@ bg_status bg_buffers_new(bg_model *m, const bg_backend_config *c, bg_error *err)
 
 /* ---- pieces of a forward pass (layers.c) ---------------------------------------------------- */
 
-bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err); /* h -> y, complete sum */
-bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err);       /* h -> y, complete sum */
-bg_status bg_head(bg_model *m, bg_error *err);                        /* x -> logits */
+/* h -> y, this rank's part of the sum */
+bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err);
+bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err);
+bg_status bg_head(bg_model *m, bg_error *err); /* x -> logits */
 /* The same with latent attention (mla.c) and with experts (experts.c), where a layer has them. */
 bg_status bg_mla_branch(bg_model *m, int layer, bg_error *err);
 bg_status bg_experts_branch(bg_model *m, int layer, bg_error *err);

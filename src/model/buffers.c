@@ -106,7 +106,7 @@ uint64_t bg_gpu_act_bytes(const bg_desc *d, const bg_shard *s, const bg_backend_
         if (list[i].use == INPUT && cols > widest) widest = cols;
     }
     if (d->n_experts) { /* rows by expert: halves of h and of what the down matrices read; sums */
-        const uint64_t used = (uint64_t)(d->n_used + (s->merged ? d->n_shared : 0));
+        const uint64_t used = (uint64_t)d->n_used + (s->merged ? (uint64_t)d->n_shared : 0);
         bytes += (uint64_t)c->max_tokens * used *
                  (6 * (uint64_t)d->d_model + 2 * (((uint64_t)s->n_ffe + 63) / 64 * 64));
     }

@@ -280,6 +280,5 @@ bg_status bg_experts_branch(bg_model *m, int layer, bg_error *err)
         st = bg_op_linear(b, y, w->shared_down, &m->a.shared_ff, b->ops->n_rows(b), err);
     if (!st) st = bg_op_route(b, &m->a.route, w->router, h, err);
     if (!st) st = bg_op_moe(b, y, w->experts, &m->a.route, h, w->shared_down ? y : NULL, err);
-    if (!st) st = bg_op_all_reduce(b, y, err);
     return st;
 }

@@ -41,7 +41,6 @@ bg_status bg_attention_branch(bg_model *m, int layer, bg_error *err)
         if (!st) st = bg_op_attention(b, &m->a.att, &m->a.q, &attn, err);
     }
     if (!st) st = bg_op_linear(b, &m->a.y, w->o, &m->a.att, b->ops->n_rows(b), err);
-    if (!st) st = bg_op_all_reduce(b, &m->a.y, err);
     return st;
 }
 
@@ -55,7 +54,6 @@ bg_status bg_ffn_branch(bg_model *m, int layer, bg_error *err)
         st = bg_op_linear_glu(b, &m->a.ff, &m->a.gate_up, w->gate_up, &m->a.h, m->d.act_fn, err);
     }
     if (!st) st = bg_op_linear(b, &m->a.y, w->down, &m->a.ff, b->ops->n_rows(b), err);
-    if (!st) st = bg_op_all_reduce(b, &m->a.y, err);
     return st;
 }
 
@@ -80,13 +78,13 @@ bg_status bg_prenorm_forward(bg_model *m, bg_error *err)
     if (!st) st = bg_op_rms_norm(b, h, x, &m->layers[0].attn_norm, eps, n_rows, err);
     for (int l = 0; !st && l < n_layers; l++) {
         st = bg_attention_branch(m, l, err);
-        if (!st) st = bg_op_add_rms_norm(b, h, x, y, &m->layers[l].ffn_norm, eps, err);
+        if (!st) st = bg_op_all_reduce_add_rms_norm(b, h, x, y, &m->layers[l].ffn_norm, eps, err);
         if (!st) st = bg_ffn_branch(m, l, err);
-        if (st) break;
-        st = l + 1 < n_layers
-                 ? bg_op_add_rms_norm(b, h, x, y, &m->layers[l + 1].attn_norm, eps, err)
-                 : bg_op_add(b, x, y, err); /* the last norm is for the rows that need it */
+        if (!st && l + 1 < n_layers)
+            st = bg_op_all_reduce_add_rms_norm(b, h, x, y, &m->layers[l + 1].attn_norm, eps, err);
     }
+    if (!st) st = bg_op_all_reduce(b, y, err);
+    if (!st) st = bg_op_add(b, x, y, err); /* the last norm is for the rows that need it */
     if (!st) st = bg_head(m, err);
     return st;
 }
@@ -102,8 +100,10 @@ bg_status bg_sandwich_forward(bg_model *m, bg_error *err)
     for (int l = 0; !st && l < n_layers; l++) {
         const bg_layer *w = &m->layers[l];
         st = bg_attention_branch(m, l, err);
+        if (!st) st = bg_op_all_reduce(b, y, err);
         if (!st) st = bg_op_norm_add_norm(b, h, x, y, &w->post_attn_norm, &w->ffn_norm, eps, err);
         if (!st) st = bg_ffn_branch(m, l, err);
+        if (!st) st = bg_op_all_reduce(b, y, err);
         if (!st && l + 1 < n_layers) {
             st = bg_op_norm_add_norm(b, h, x, y, &w->post_ffn_norm, &w[1].attn_norm, eps, err);
         } else if (!st) { /* the last norm is for the rows that need it */

@@ -117,8 +117,12 @@ static bg_status transpose_k_b(bg_loader *ld, bg_layer *layer, const bg_tensor *
     const size_t row_bytes = bg_qtype_row_bytes(t->type, kl);
     float *row = malloc((size_t)kl * sizeof *row);
     float *k_b = calloc((size_t)(s->n_heads * block), sizeof *k_b);
-    bg_status st = row && k_b ? BG_OK : bg_fail(err, BG_NOMEM, "model: out of memory");
-    for (int64_t h = 0; !st && !ld->config->backend->dummy && h < s->n_heads; h++)
+    bg_status st = BG_OK;
+    if (!row || !k_b) {
+        st = bg_fail(err, BG_NOMEM, "model: out of memory");
+        goto out;
+    }
+    for (int64_t h = 0; !ld->config->backend->dummy && h < s->n_heads; h++)
         for (int64_t i = 0; i < nope; i++) {
             const int64_t at = (s->head0 + h) * (nope + d->v_dim) + i;
             bg_dequant_row(t->type, (const char *)t->data + (size_t)at * row_bytes, row, kl);
@@ -139,8 +143,9 @@ static bg_status transpose_k_b(bg_loader *ld, bg_layer *layer, const bg_tensor *
         .block_bytes = block * (int64_t)sizeof *k_b,
         .x_stride = d->head_dim,
     };
-    if (!st) st = ld->m->b->ops->linear_new(ld->m->b, &layer->k_b, &spec, err);
+    st = ld->m->b->ops->linear_new(ld->m->b, &layer->k_b, &spec, err);
     if (st) bg_wrap(err, "blk.%d.attn_k_b", l);
+out:
     free(k_b);
     free(row);
     return st;
@@ -267,6 +272,5 @@ bg_status bg_mla_branch(bg_model *m, int layer, bg_error *err)
     bg_backend *b = m->b;
     bg_status st = m->s.n_heads ? attend(m, layer, err) : BG_OK;
     if (!st) st = bg_op_linear(b, &m->a.y, m->layers[layer].o, &m->a.att, b->ops->n_rows(b), err);
-    if (!st) st = bg_op_all_reduce(b, &m->a.y, err);
     return st;
 }

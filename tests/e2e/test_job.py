@@ -347,6 +347,14 @@ class Look(unittest.TestCase):
         self.assertEqual([r["batch"] for r in rows], [1, 2])
         self.assertTrue(all(r["decode_tokens_per_second"] > 0 for r in rows))
         batchgen("bench", "-m", MODEL, "--batch", "2", "-p", "16", "-g", "4", "--tp", "2")
+        out, _ = batchgen("bench", "-m", MODEL, "--batch", "2", "-p", "16", "-g", "4", "--rank-of", "4", "--json",
+                          "--all-reduce-us", "50")
+        alone = json.loads(out)["rows"][0]["rank_alone"]
+        self.assertGreater(alone["all_reduces"], 0)
+        self.assertAlmostEqual(alone["all_reduce_ms"], alone["all_reduces"] * 0.05, places=6)
+        self.assertGreaterEqual(alone["step_ms"], alone["all_reduce_ms"])
+        for wrong in (["--rank-of", "2", "--tp", "2"], ["--skip-prefill"]):
+            batchgen("bench", "-m", MODEL, *wrong, code=64)
         for wrong in (["--tune", "--device", "cpu"], ["--tune", "--tp", "2"], ["--tune-out", "x"]):
             _, message = batchgen("bench", "-m", MODEL, *wrong, code=64)
             self.assertIn(b"--tune", message)

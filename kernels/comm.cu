@@ -1,12 +1,14 @@
-/* kernels/comm.cu - what collectives between GPUs leave to do: sums in rank order, and logits put
- * side by side.
+/* kernels/comm.cu - sums between GPUs: through each other's memory, and what NCCL's moves leave to
+ * do; logits put side by side.
  *
- *   requires  what bgk.h says; 1 <= n_ranks <= BGK_MAX_RANKS
- *   launch    256 threads a block, ordinary launches (they follow NCCL's kernels); graph-capturable
- *   order     an element is part 0 + part 1 + ... in float32, as in comm/shm.c
- *   traffic   n_ranks + 1 values of 4 bytes an element; 2 in gather_shards
- *   peers     sum_peers reads the other GPUs' memory: a few us where a collective of NCCL takes 20
- *   proof     tests/gpu/test_comm.c: bit for bit against the same sums on the host */
+ *   requires  what bgk.h says; 1 <= n_ranks <= BGK_MAX_RANKS (peers: BGK_MAX_PEERS)
+ *   launch    sum_four, sum_one, place_shards: 256 threads a block, ordinary launches (they follow
+ *             NCCL's kernels); peers: up to 96 blocks, which may start before the kernel before
+ * them has ended. Graph-capturable, also in any mix with launches order     an element is rank 0's
+ * + rank 1's + ... in float32, as in comm/shm.c, in every kernel traffic   sum_four: n_ranks + 1
+ * values of 4 bytes an element. Between GPUs, R ranks, n elements: lines 8 (R-1) n bytes out, once
+ * 4 (R-1) n in, twice 8 (R-1) n / R in proof     tests/gpu/test_comm.c: bit for bit against the
+ * same sums on the host */
 #include <cooperative_groups.h>
 
 #include "bgk.h"

@@ -2,13 +2,13 @@
  * do; logits put side by side.
  *
  *   requires  what bgk.h says; 1 <= n_ranks <= BGK_MAX_RANKS (peers: BGK_MAX_PEERS)
- *   launch    sum_four, sum_one, place_shards: 256 threads a block, ordinary launches (they follow
- *             NCCL's kernels); peers: up to 96 blocks, which may start before the kernel before
- * them has ended. Graph-capturable, also in any mix with launches order     an element is rank 0's
- * + rank 1's + ... in float32, as in comm/shm.c, in every kernel traffic   sum_four: n_ranks + 1
- * values of 4 bytes an element. Between GPUs, R ranks, n elements: lines 8 (R-1) n bytes out, once
- * 4 (R-1) n in, twice 8 (R-1) n / R in proof     tests/gpu/test_comm.c: bit for bit against the
- * same sums on the host */
+ *   launch    sum_four, sum_one, place_shards: ordinary launches of 256 threads a block (they
+ *             follow NCCL's kernels); peers: programmatic ones, up to 96 blocks, in clusters with
+ *             the norm. Graph-capturable, in any mix with eager launches
+ *   order     an element is rank 0's + rank 1's + ... in float32, as in comm/shm.c, everywhere
+ *   traffic   sum_four: n_ranks + 1 values of 4 bytes an element. Between R GPUs, n elements:
+ *             lines 8 (R-1) n bytes out, once 4 (R-1) n in, twice 8 (R-1) n / R in
+ *   proof     tests/gpu/test_comm.c: bit for bit against the same sums on the host */
 #include <cooperative_groups.h>
 
 #include "bgk.h"

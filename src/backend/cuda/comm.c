@@ -4,7 +4,7 @@
  * order in float32, as comm/shm.c does, so that the result is the same on every rank, for every
  * size, and on the CPU.
  *
- *     peers   up to 8 MB, between GPUs that can read each other's memory: one kernel, without NCCL
+ *     peers   between GPUs that can read each other's memory: kernels of ours, 8 MB at a time, no NCCL
  *     short   everyone's values to everyone, then the sum
  *     long    slice r of everyone's values to rank r, which adds them; then the sums to everyone
  *
@@ -397,8 +397,7 @@ static bg_status sum(bg_cuda *c, float *x, size_t n, bg_error *err)
     if (m->sums == BG_CUDA_SUMS_LIBRARY)
         return done(m, m->f.all_reduce(x, x, n, NCCL_FLOAT32, NCCL_SUM, m->nccl, c->stream),
                     "all-reduce", err);
-    if (m->peers.n_ranks && n % SLICE == 0 && n > 0 && m->sums != BG_CUDA_SUMS_NCCL &&
-        (n <= BGK_PEER_FLOATS || m->sums != BG_CUDA_SUMS_AUTO))
+    if (m->peers.n_ranks && n % SLICE == 0 && n > 0 && m->sums != BG_CUDA_SUMS_NCCL)
         return sum_by_peers(c, x, n, err);
     bg_status st = BG_OK;
     size_t at = 0;

@@ -707,10 +707,11 @@ typedef struct bench { /* of one layer; each call takes another of SETS choices 
     bg_act h, route, out;
     bgk_moe m[SETS];
     bgk_out x, act, rows;
+    float *parts;
     int next, tokens, what;
 } bench;
 
-enum { ROUTE, PLAN, GATHER, GATE_UP, DOWN, COMBINE, MOE, BOTH, WHATS };
+enum { ROUTE, PRODUCTS, CHOICE, PLAN, GATHER, GATE_UP, DOWN, COMBINE, MOE, BOTH, WHATS };
 
 static void run_bench(void *ctx, cudaStream_t stream)
 {
@@ -728,6 +729,13 @@ static void run_bench(void *ctx, cudaStream_t stream)
     c->s.n_rows = b->tokens;
     if (b->what == ROUTE || b->what == BOTH)
         OK(bg_cuda_route(&c->base, &route, b->router, &h, err));
+    const int cols = b->router->n_parts * b->router->n;
+    const bgk_out parts = {b->parts, BGK_ROWS, cols};
+    if (b->what == PRODUCTS)
+        CU(bgk_matmul(&parts, &b->router->tiles, in.data, in.stride, b->tokens, BGK_SILU, stream));
+    if (b->what == CHOICE)
+        CU(bgk_route(b->route.data, route.cols, b->parts, cols, b->router->n_parts, &b->router->r,
+                     b->tokens, stream));
     if (b->what == PLAN) CU(bgk_moe_plan(m, stream));
     if (b->what == GATHER) CU(bgk_moe_gather(&b->x, &in, m, b->e->gate_up.n_chunks, stream));
     if (b->what == GATE_UP)
@@ -756,8 +764,8 @@ static bg_linear_part dummy(const char *name, uint32_t type, int64_t n_total, in
 static void bench_layer(const layer *l)
 {
     static const int counts[] = {1, 8, 32, 128, 256, BENCH_MOST};
-    static const char *const names[WHATS] = {"route", "plan",    "gather", "gate_up",
-                                             "down",  "combine", "moe",    "route+moe"};
+    static const char *const names[WHATS] = {"route",   "products", "choice",  "plan", "gather",
+                                             "gate_up", "down",     "combine", "moe",  "route+moe"};
     bench b = {.c = backend(BG_COMPUTE_NATIVE, true, BENCH_MOST)};
     const int64_t d = l->d, f = l->n_ff, all = l->ff_all;
     const bg_router_spec router = {.name = l->name,
@@ -820,6 +828,8 @@ static void bench_layer(const layer *l)
         const int64_t gathered = (bgk_moe_gathered(&b.m[0]) + 128 + 255) / 256 * 256,
                       rows = (bgk_moe_rows(&b.m[0]) + 128 + 255) / 256 * 256;
         char *x, *act, *res;
+        CU(cudaMalloc((void **)&b.parts,
+                      (size_t)t * (size_t)(b.router->n_parts * b.router->n) * sizeof(float)));
         CU(cudaMalloc((void **)&x, (size_t)(gathered * d * 2)));
         CU(cudaMalloc((void **)&act, (size_t)(rows * ((f + 63) / 64 * 64) * 2)));
         CU(cudaMalloc((void **)&res, (size_t)(rows * d * 4)));
@@ -870,6 +880,7 @@ static void bench_layer(const layer *l)
             cudaFree(b.m[s].n_items);
             cudaFree(b.m[s].counts);
         }
+        cudaFree(b.parts);
         cudaFree(x);
         cudaFree(act);
         cudaFree(res);

@@ -15,9 +15,9 @@
 
 enum {
     TILE = 64,
-    ROUTE_ROWS = 1024, /* at a time, so that the products stay in the cache */
-    MOST_PARTS = 16,   /* of a router's K */
-    MOST_N = 128,      /* tokens in an item */
+    ROUTE_BYTES = 32 << 20, /* of products at a time, so that they stay in the cache */
+    MOST_PARTS = 16,        /* of a router's K */
+    MOST_N = 128,           /* tokens in an item */
 };
 
 struct bg_cuda_moe {
@@ -208,6 +208,15 @@ static bg_status put_vector(bg_cuda *c, const float **out, const float *host, in
     return st;
 }
 
+/* Rows at a time: a multiple of 256, for parts of BGK_TILES. */
+static int route_rows(const bg_cuda *c, const bg_router *r)
+{
+    const int64_t rows =
+        ROUTE_BYTES / ((int64_t)r->n_parts * r->n * (int64_t)sizeof(float)) / 256 * 256;
+    const int64_t most = c->config.max_tokens;
+    return (int)(rows < 256 ? (most < 256 ? most : 256) : rows < most ? rows : most);
+}
+
 bg_status bg_cuda_router_new(bg_backend *b, bg_router **out, const bg_router_spec *spec,
                              bg_error *err)
 {
@@ -250,10 +259,10 @@ bg_status bg_cuda_router_new(bg_backend *b, bg_router **out, const bg_router_spe
         st = c->tiled ? router_tiles(c, r, w, spec->name, err)
                       : router_plain(c, r, w, spec->name, err);
     free(w);
-    const int rows = c->config.max_tokens < ROUTE_ROWS ? c->config.max_tokens : ROUTE_ROWS;
     if (!st)
         st = at_least(c, &m->parts, &m->parts_size,
-                      (size_t)rows * (size_t)(r->n_parts * r->n) * sizeof(float), "router", err);
+                      (size_t)route_rows(c, r) * (size_t)(r->n_parts * r->n) * sizeof(float),
+                      "router", err);
     if (!st) *out = r;
     return st;
 }
@@ -263,12 +272,12 @@ bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const 
 {
     bg_cuda *c = (bg_cuda *)b;
     const bgk_out in = bg_cuda_out(h);
-    const int n_rows = c->s.n_rows, cols = r->n_parts * r->n;
+    const int n_rows = c->s.n_rows, cols = r->n_parts * r->n, most = route_rows(c, r);
     if (n_rows > h->max_rows || n_rows > route->max_rows || route->cols < 2 * r->r.n_used + 1 ||
         h->cols < r->d || (in.layout == BGK_TILES) != c->tiled)
         return bg_fail(err, BG_INTERNAL, "op route: %s to %s", h->name, route->name);
-    for (int t = 0; t < n_rows; t += ROUTE_ROWS) {
-        const int n = n_rows - t < ROUTE_ROWS ? n_rows - t : ROUTE_ROWS;
+    for (int t = 0; t < n_rows; t += most) {
+        const int n = n_rows - t < most ? n_rows - t : most;
         const bgk_out parts = {c->moe->parts, BGK_ROWS, cols};
         cudaError_t e;
         if (c->tiled)

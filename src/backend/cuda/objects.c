@@ -47,7 +47,10 @@ bg_status bg_cuda_take(bg_cuda *c, void *p, size_t bytes, const char *what, bg_e
                        (double)total * 1e-9);
     }
     /* What is made up shall be numbers: a cache that no prompt has filled, too. */
-    if (e == cudaSuccess && c->config.dummy) e = cudaMemset(at, 0, bytes);
+    if (e == cudaSuccess && c->config.dummy) {
+        e = cudaMemset(at, 0, bytes);
+        if (e == cudaSuccess) e = cudaStreamSynchronize(cudaStreamLegacy); /* as bg_cuda_put() */
+    }
     if (e != cudaSuccess) return bg_cuda_fail(err, e, what);
     c->memory[c->n_memory++] = at;
     c->bytes += bytes;

@@ -481,8 +481,9 @@ cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *
 /* On tensor cores, where bgk_mla_fits(): q_lat BGK_HALF_ROWS, q BGK_TILES. Keys (those of the list)
  * are taken 64 at a time into units of 128 from the first on, each with its own softmax; units are
  * merged in their order. So all of these, however work is spread, give a row the same bits.
- * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes, any
- * contents): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on, n_heads * (v_dim + 2) floats each.
+ * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes, zero
+ * before the first use, of one stream): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on, n_heads *
+ * (v_dim + 2) floats each.
  * _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one by one. Grids depend
  * on n, r->rows and n_sms. */
 enum { BGK_MLA_UNIT = 128, BGK_MLA_TOKENS = 128 };

@@ -13,7 +13,8 @@
  *             are merged as in attention.cuh. Keys that a row does not see have P = 0 and leave
  *             its maximum as it is
  *   spread    where items are fewer than processors, units are spread over blocks; a unit's own
- *             (m, l, O) goes to `parts` (the first block's merged), and a second kernel merges them
+ *             (m, l, O) goes to `parts` (the first block's merged); once all are there, each block
+ *             merges a share of the columns
  *   proof     tests/gpu/test_mla.c */
 #include "mla_tile.cuh"
 
@@ -133,10 +134,74 @@ __device__ inline void values(float (&o)[4][N / 2], uint32_t base, uint32_t pane
     wgmma_wait<0>();
 }
 
-/* The workers, for one work; n: tiles so far. */
+/* Waits until all splits of a row tile have stored their parts. They run at the same time: there
+ * are no more of them than processors, and no kernel that comes later starts before they have. */
+__device__ inline void splits_meet(unsigned *arrived, int splits)
+{
+    __threadfence();
+    workers_meet();
+    if (threadIdx.x == 0) {
+        unsigned seen;
+        atomicAdd(arrived, 1u);
+        do
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                         : "=r"(seen)
+                         : "l"(arrived)
+                         : "memory");
+        while (seen < (unsigned)splits);
+        if (atomicAdd(arrived + MEETINGS, 1u) == (unsigned)splits - 1) { /* all went on */
+            arrived[MEETINGS] = 0;
+            arrived[0] = 0;
+        }
+        __threadfence();
+    }
+    workers_meet();
+}
+
+/* Units' parts to the result: four columns a thread, of a share of the row tile's. */
+template <int N> __device__ inline void merge_parts(const mla_args &a, const mla_work &x)
+{
+    constexpr int QUADS = MLA_LATENT / 4, AHEAD = N > 24 ? 4 : N > 16 ? 8 : 16; /* registers */
+    const int rows = min(N, x.n_pairs - x.pair0), heads = a.a.n_heads;
+    for (int quad = x.split * WORKERS + threadIdx.x; quad < rows * QUADS;
+         quad += x.splits * WORKERS) {
+        const int head = x.pair0 + quad / QUADS, col = quad % QUADS * 4;
+        const float2 *ml_of = part_ml(a) + (int64_t)x.item.n * heads + head;
+        const float *o_of = a.parts + ((int64_t)x.item.n * heads + head) * MLA_LATENT + col;
+        float m = -INFINITY, l = 0;
+        float4 o = {};
+        for (int unit = x.each - 1; unit < x.units; unit += AHEAD) { /* those before are in it */
+            float2 ml[AHEAD];
+            float4 v[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (unit + i >= x.units) continue;
+                ml[i] = __ldcg(ml_of + (unit + i) * heads);
+                v[i] = __ldcg((const float4 *)(o_of + (int64_t)(unit + i) * heads * MLA_LATENT));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (unit + i >= x.units) continue;
+                const att_weights w = att_merge(m, ml[i].x);
+                l = att_merged(l, ml[i].y, w);
+                o.x = att_merged(o.x, v[i].x, w);
+                o.y = att_merged(o.y, v[i].y, w);
+                o.z = att_merged(o.z, v[i].z, w);
+                o.w = att_merged(o.w, v[i].w, w);
+            }
+        }
+        const float f = __fdiv_rn(1.0f, l), r[4] = {o.x, o.y, o.z, o.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            put(a.out, x.item.row0, head * MLA_LATENT + col + i,
+                __fadd_rn(__fmul_rn(r[i], f), 0.0f));
+    }
+}
+
+/* The workers, for work w; n: tiles so far. */
 template <typename T, int N>
-__device__ inline void attend_work(const mla_args &a, const mla_work &x, uint32_t base, int wg,
-                                   int &n)
+__device__ inline void attend_work(const mla_args &a, const mla_work &x, int w, uint32_t base,
+                                   int wg, int &n)
 {
     using L = mla_shape<T, N>;
     const int thread = threadIdx.x, lane = thread % 32;
@@ -179,17 +244,19 @@ __device__ inline void attend_work(const mla_args &a, const mla_work &x, uint32_
         __syncwarp();
         if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
         if (!ends) continue;
-        if (!x.spread || x.begin == 0) /* the first split's are merged as they come */
+        if (!L::SPREADS || x.split == 0) /* the first split's are merged as they come */
             merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
-        else
+        else if constexpr (L::SPREADS)
             store_part<T, N>(a, x, t / UNIT_TILES, o, state.m, state.l, row, k0, thread);
     }
-    if (!x.spread) {
+    if (!L::SPREADS || x.splits == 1) {
         end_rows<N>(all, factors + 3 * N * 4, lane);
         store_result<N>(a, all, x, base + L::Q, thread);
-    } else if (x.begin == 0) {
-        store_part<T, N>(a, x, (x.end - 1) / UNIT_TILES, all, state.all_m, state.all_l, row, k0,
-                         thread);
+    } else if constexpr (L::SPREADS) {
+        if (x.split == 0)
+            store_part<T, N>(a, x, x.each - 1, all, state.all_m, state.all_l, row, k0, thread);
+        splits_meet(a.arrived + w / a.splits, x.splits);
+        merge_parts<N>(a, x);
     }
     workers_meet(); /* Q and factors are free */
 }
@@ -227,53 +294,9 @@ template <typename T, int N> __global__ void __launch_bounds__(BLOCK, 1) attend_
         const mla_work x = work_of(a, w, item, listed, N);
         item = item_of(a, item_number(a, min(w + (int)gridDim.x, a.works - 1)));
         listed = listed_of(a, item); /* so early that nobody waits for it */
-        if (x.begin < x.end) attend_work<T, N>(a, x, base, wg, n);
+        if (x.begin < x.end) attend_work<T, N>(a, x, w, base, wg, n);
     }
 #endif
-}
-
-/* Units' parts to the result: a block an item and head, a thread four columns. */
-constexpr int COMBINE = MLA_LATENT / 4, AHEAD = 16;
-
-__global__ void __launch_bounds__(COMBINE) combine_latents(mla_args a)
-{
-    ptx_wait_prior();
-    ptx_let_next_start();
-    const bgk_item item = item_of(a, blockIdx.y);
-    if (item.pos0 < 0) return;
-    const int listed = listed_of(a, item), n_keys = listed ? listed : item.pos0 + 1;
-    const int units = (n_keys + BGK_MLA_UNIT - 1) / BGK_MLA_UNIT;
-    const spreading spread = spread_of(a, item, units);
-    if (spread.splits == 1) return;
-    const int head = blockIdx.x, heads = a.a.n_heads, col = threadIdx.x * 4;
-    float m = -INFINITY, l = 0;
-    float4 o = {};
-    for (int unit = spread.each - 1; unit < units; unit += AHEAD) { /* those before are in it */
-        float2 ml[AHEAD];
-        float4 v[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (unit + i >= units) continue;
-            const int64_t part = (int64_t)(item.n + unit + i) * heads + head;
-            ml[i] = part_ml(a)[part];
-            v[i] = *(const float4 *)(a.parts + part * MLA_LATENT + col);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (unit + i >= units) continue;
-            const att_weights w = att_merge(m, ml[i].x);
-            l = att_merged(l, ml[i].y, w);
-            o.x = att_merged(o.x, v[i].x, w);
-            o.y = att_merged(o.y, v[i].y, w);
-            o.z = att_merged(o.z, v[i].z, w);
-            o.w = att_merged(o.w, v[i].w, w);
-        }
-    }
-    const float f = __fdiv_rn(1.0f, l);
-    put(a.out, item.row0, head * MLA_LATENT + col, __fadd_rn(__fmul_rn(o.x, f), 0.0f));
-    put(a.out, item.row0, head * MLA_LATENT + col + 1, __fadd_rn(__fmul_rn(o.y, f), 0.0f));
-    put(a.out, item.row0, head * MLA_LATENT + col + 2, __fadd_rn(__fmul_rn(o.z, f), 0.0f));
-    put(a.out, item.row0, head * MLA_LATENT + col + 3, __fadd_rn(__fmul_rn(o.w, f), 0.0f));
 }
 
 /* ---- launches ----------------------------------------------------------------------------------
@@ -297,18 +320,15 @@ cudaError_t launch(mla_args a, int n, int pairs, int n_sms, cudaStream_t stream)
     using L = mla_shape<T, N>;
     static const cudaError_t ready = att_shared_memory(attend_latents<T, N>, L::BYTES);
     if (ready != cudaSuccess) return ready;
-    const int sms = sm_count();
+    const int sms = min(sm_count(), MEETINGS);
     a.row_tiles = (pairs + N - 1) / N;
-    const int splits = a.parts_cap && !a.many ? n_sms / (n * a.row_tiles) : 1;
+    const int splits =
+        L::SPREADS && a.parts_cap && !a.many ? min(n_sms, sms) / (n * a.row_tiles) : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
     a.works = n * a.row_tiles * a.splits;
     a.by_heads = 0xffffffffu / (uint32_t)a.a.n_heads + 1;
-    const cudaError_t e =
-        launch_after(attend_latents<T, N>, dim3((unsigned)(a.works < sms ? a.works : sms)), BLOCK,
-                     L::BYTES, stream, a);
-    if (e != cudaSuccess || a.splits == 1) return e;
-    return launch_after(combine_latents, dim3((unsigned)a.a.n_heads, (unsigned)n), COMBINE, 0,
-                        stream, a);
+    return launch_after(attend_latents<T, N>, dim3((unsigned)(a.works < sms ? a.works : sms)),
+                        BLOCK, L::BYTES, stream, a);
 }
 
 template <typename T>
@@ -320,7 +340,7 @@ cudaError_t launch_rows(const mla_args &a, int n, int n_sms, cudaStream_t stream
     if (pairs <= 24) return launch<T, 24>(a, n, pairs, n_sms, stream);
     /* The more rows, the less often keys are read; 40 are as many as fit (Q8: registers). */
     if constexpr (sizeof(T) == 2)
-        if (a.many || (pairs > 32 && pairs <= 40)) return launch<T, 40>(a, n, pairs, n_sms, stream);
+        if (a.many) return launch<T, 40>(a, n, pairs, n_sms, stream);
     return launch<T, 32>(a, n, pairs, n_sms, stream);
 }
 
@@ -336,8 +356,10 @@ cudaError_t launch_any(mla_args a, int n, void *parts, size_t parts_bytes, int n
         return cudaErrorInvalidValue;
     if (!n || !m->n_heads) return cudaSuccess;
     const size_t part = (size_t)m->n_heads * (MLA_LATENT + 2) * sizeof(float);
-    const size_t cap = parts ? parts_bytes / part : 0;
-    a.parts = (float *)parts;
+    const size_t meetings = 2 * MEETINGS * sizeof(unsigned);
+    const size_t cap = parts && parts_bytes > meetings ? (parts_bytes - meetings) / part : 0;
+    a.arrived = (unsigned *)parts;
+    a.parts = (float *)((char *)parts + meetings);
     a.parts_cap = (int)(cap < 1u << 30 ? cap : 1u << 30);
     a.splits = 1;
     a.block_bytes = (int64_t)bgk_mla_block_bytes(&m->cache);

@@ -14,6 +14,7 @@ constexpr int UNIT_TILES = BGK_MLA_UNIT / KEYS;
 constexpr int WORKERS = 256, BRINGERS = 128, BLOCK = WORKERS + BRINGERS;
 constexpr int PITCH = KEYS + 4;                /* floats between rows of S: no bank conflicts */
 constexpr int OUT_PITCH = MLA_LATENT * 2 + 16; /* bytes between rows of the result */
+constexpr int MEETINGS = 1024;
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct mla_args {
@@ -22,7 +23,8 @@ struct mla_args {
     bgk_rows rows;         /* blocks; of selected rows also pos, seq, block0 */
     const bgk_item *items; /* NULL: all rows, by themselves */
     bgk_selected s;
-    float *parts;                            /* O: [part, head, 512]; then (m, l): [part, head] */
+    unsigned *arrived; /* [2, MEETINGS]: splits of a row tile that are there; that went on */
+    float *parts;      /* O: [part, head, 512]; then (m, l): [part, head] */
     int parts_cap, splits, row_tiles, works; /* works: items times row tiles times splits */
     bool many;                               /* items of many tokens */
     int64_t block_bytes;
@@ -45,6 +47,7 @@ template <typename T, int N> struct mla_shape {
     /* Threads of a row of S, and the keys of each; some have no row. */
     static constexpr int THREADS = N > 32 ? 4 : N > 16 ? 8 : N > 8 ? 16 : 32;
     static constexpr int MINE = KEYS / THREADS;
+    static constexpr bool SPREADS = N <= 32; /* registers; 40 are for items of many tokens */
 };
 
 /* ---- an item ----------------------------------------------------------------------------------
@@ -91,7 +94,8 @@ struct mla_work {
     int listed, n_keys; /* listed 0: its keys are those up to its last position */
     int pair0, n_pairs; /* of the row tile; of the item */
     int begin, end;     /* tiles of keys; none: there is nothing to do */
-    bool spread;
+    int units, each;    /* of the item; of a split */
+    int split, splits;  /* splits 1: not spread */
 };
 
 __device__ inline int item_number(const mla_args &a, int w)
@@ -109,11 +113,14 @@ __device__ inline mla_work work_of(const mla_args &a, int w, const bgk_item &ite
     if (x.pair0 >= x.n_pairs || item.pos0 < 0) return x;
     x.n_keys = listed ? listed : item.pos0 + heads_divided(a, min(x.pair0 + n, x.n_pairs) - 1) + 1;
     const int tiles = (x.n_keys + KEYS - 1) / KEYS;
-    const spreading spread = spread_of(a, item, (tiles + UNIT_TILES - 1) / UNIT_TILES);
+    x.units = (tiles + UNIT_TILES - 1) / UNIT_TILES;
+    const spreading spread = spread_of(a, item, x.units);
     if (split >= spread.splits) return x;
     x.begin = split * spread.each * UNIT_TILES;
     x.end = min(tiles, x.begin + spread.each * UNIT_TILES);
-    x.spread = spread.splits > 1;
+    x.each = spread.each;
+    x.split = split;
+    x.splits = spread.splits;
     return x;
 }
 
@@ -374,7 +381,7 @@ __device__ inline void load_q(uint32_t to, const mla_args &args, const mla_work 
         u[j][0] = q[tile_at(a.q.stride, x.item.row0 + token[j], col + lo)];
         u[j][1] = q[tile_at(a.q.stride, x.item.row0 + token[j], col + hi)];
     }
-    if constexpr (!HALF)
+    if constexpr (!HALF) {
 #pragma unroll
         for (int j = 0; j < N / 4; j++) {
             const int r = thread / 64 + 4 * j;
@@ -387,6 +394,7 @@ __device__ inline void load_q(uint32_t to, const mla_args &args, const mla_work 
             put16(to + (uint32_t)(piece / 8 * N * 128 + r * 128 + (((piece % 8) ^ (r & 7)) << 4)),
                   v[j]);
         }
+    }
     const uint32_t last = to + (MLA_PANELS - 1) * N * 128;
     float2 angle = {};
 #pragma unroll
@@ -454,13 +462,14 @@ __device__ inline void softmax(row_state &x, uint32_t s, uint32_t p, uint32_t fa
         sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xffffffffu, sum[0], d));
     x.m = m;
     x.l = __fmaf_rn(x.l, alpha, sum[0]);
-    if constexpr (L::Q8)
+    if constexpr (L::Q8) { /* braces: nvcc 13.0 drops what follows a pragma in a discarded branch */
 #pragma unroll
         for (int i = 0; i < L::MINE; i += 2) {
             const float2 f = get_float2(scales + (uint32_t)((k0 + i) * 4));
             v[i] = k0 + i < seen ? __fmul_rn(v[i], __fmul_rn(f.x, ATT_RAISE)) : 0.0f;
             v[i + 1] = k0 + i + 1 < seen ? __fmul_rn(v[i + 1], __fmul_rn(f.y, ATT_RAISE)) : 0.0f;
         }
+    }
 #pragma unroll
     for (int i = 0; i < L::MINE; i += 2)
         asm volatile(

@@ -75,6 +75,9 @@ bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *er
     if (!st && c->mla.fast) {
         c->att.parts_bytes = PARTS_BYTES;
         st = bg_cuda_take(c, &c->att.parts, PARTS_BYTES, "attention", err);
+        if (!st)
+            st = bg_cuda_done(err, cudaMemsetAsync(c->att.parts, 0, PARTS_BYTES, c->stream),
+                              "attention");
     }
     if (!st && spec->n_index) st = index_new(c, spec, err);
     return st;

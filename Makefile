@@ -142,7 +142,7 @@ gpu-test: gpu-tests
 ONE_CU := $(patsubst $(BUILD)/%,$(BUILD)/one/%,$(CU_OBJS))
 $(BUILD)/one/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
 	@mkdir -p $(@D)
-	$(Q)if grep -q EVERY_LANE $<; then $(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -DEVERY_LANE \
+	$(Q)if grep -q 'matmul.cuh' $<; then $(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -DEVERY_LANE \
 	    -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<; else $(MAKE) --no-print-directory $(BUILD)/kernels/$*.o && \
 	    cp $(BUILD)/kernels/$*.o $@; fi
 $(BUILD)/one/libbatchgen_cuda.so: $(ONE_CU) $(CUDA_OBJS)

@@ -269,6 +269,24 @@ def case_families():
     return families(1, SHORT)
 
 
+def case_families_alone():
+    """A record has the same bytes one at a time, in small pieces of prompts, and with every op's output checked."""
+    bad = []
+    for family in FAMILIES:
+        model = f"{GOLDEN}/{family}.gguf"
+        whole = Run(f"{family}.whole", SHORT, model=model).good()
+        for name, args in (("one", ["--max-num-seqs", 1]), ("pieces", ["--max-num-batched-tokens", 16, "--no-prefix-cache"]),
+                           ("check", ["--check", "--eager"]), ("killed", EACH)):
+            r = Run(f"{family}.{name}", SHORT, *args, model=model,
+                    fault="step:4,illegal-address" if name == "killed" else None).good()
+            if digest(r.out) != digest(whole.out):
+                bad.append(f"{family}: another output, {name}")
+            if name == "killed" and not r.restarts():
+                bad.append(f"{family}: no failure")
+    must(not bad, "; ".join(bad))
+    return f"{len(FAMILIES)} families"
+
+
 def case_families_tp2():
     return families(2, SHORT if N_GPUS > 1 else FEW)
 

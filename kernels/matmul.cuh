@@ -763,13 +763,14 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
         if constexpr (PARTS > 1) {
             static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); /* read until here */
-            if (part > 0)
+            if (part > 0) {
 #pragma unroll
                 for (int k = 0; k < N / 2; k++)
                     asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + ((part - 1) * (N / 2) + k) *
                                                                             WGS * 512),
                                  "f"(acc[0][k])
                                  : "memory");
+            }
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
             if (part > 0) continue;
 #pragma unroll 1

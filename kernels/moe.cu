@@ -111,10 +111,11 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
     ptx_let_next_start();
     ptx_wait_prior();
     const float *from = parts + blockIdx.x * parts_cols + i;
-    if (i < n)
+    if (i < n) {
 #pragma unroll 8
         for (int p = 0; p < n_parts; p++)
             v += from[(int64_t)p * n];
+    }
     if (i == r.n_experts && r.shared_gate) extra = sigmoid(v);
     v += bias;
     float prob = v;

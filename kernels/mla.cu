@@ -138,10 +138,10 @@ __device__ inline void values(float (&o)[4][N / 2], uint32_t base, uint32_t pane
  * are no more of them than processors, and no kernel that comes later starts before they have. */
 __device__ inline void splits_meet(unsigned *arrived, int splits)
 {
-    __threadfence();
     workers_meet();
     if (threadIdx.x == 0) {
         unsigned seen;
+        __threadfence(); /* for all workers: they met */
         atomicAdd(arrived, 1u);
         do
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
@@ -153,7 +153,6 @@ __device__ inline void splits_meet(unsigned *arrived, int splits)
             arrived[MEETINGS] = 0;
             arrived[0] = 0;
         }
-        __threadfence();
     }
     workers_meet();
 }
@@ -244,15 +243,15 @@ __device__ inline void attend_work(const mla_args &a, const mla_work &x, int w, 
         __syncwarp();
         if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
         if (!ends) continue;
-        if (!L::SPREADS || x.split == 0) /* the first split's are merged as they come */
+        if (x.split == 0) /* the first split's are merged as they come */
             merge_rows<N>(all, o, factors + N * 4, factors + 2 * N * 4, lane);
-        else if constexpr (L::SPREADS)
+        else
             store_part<T, N>(a, x, t / UNIT_TILES, o, state.m, state.l, row, k0, thread);
     }
-    if (!L::SPREADS || x.splits == 1) {
+    if (x.splits == 1) {
         end_rows<N>(all, factors + 3 * N * 4, lane);
         store_result<N>(a, all, x, base + L::Q, thread);
-    } else if constexpr (L::SPREADS) {
+    } else {
         if (x.split == 0)
             store_part<T, N>(a, x, x.each - 1, all, state.all_m, state.all_l, row, k0, thread);
         splits_meet(a.arrived + w / a.splits, x.splits);
@@ -322,8 +321,7 @@ cudaError_t launch(mla_args a, int n, int pairs, int n_sms, cudaStream_t stream)
     if (ready != cudaSuccess) return ready;
     const int sms = min(sm_count(), MEETINGS);
     a.row_tiles = (pairs + N - 1) / N;
-    const int splits =
-        L::SPREADS && a.parts_cap && !a.many ? min(n_sms, sms) / (n * a.row_tiles) : 1;
+    const int splits = a.parts_cap && !a.many ? min(n_sms, sms) / (n * a.row_tiles) : 1;
     a.splits = splits < 1 ? 1 : splits > 64 ? 64 : splits;
     a.works = n * a.row_tiles * a.splits;
     a.by_heads = 0xffffffffu / (uint32_t)a.a.n_heads + 1;
@@ -338,9 +336,6 @@ cudaError_t launch_rows(const mla_args &a, int n, int n_sms, cudaStream_t stream
     if (pairs <= 8) return launch<T, 8>(a, n, pairs, n_sms, stream);
     if (pairs <= 16) return launch<T, 16>(a, n, pairs, n_sms, stream);
     if (pairs <= 24) return launch<T, 24>(a, n, pairs, n_sms, stream);
-    /* The more rows, the less often keys are read; 40 are as many as fit (Q8: registers). */
-    if constexpr (sizeof(T) == 2)
-        if (a.many) return launch<T, 40>(a, n, pairs, n_sms, stream);
     return launch<T, 32>(a, n, pairs, n_sms, stream);
 }
 

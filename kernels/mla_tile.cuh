@@ -45,9 +45,8 @@ template <typename T, int N> struct mla_shape {
         S + 2 * N * PITCH * 4; /* alpha, old, add, end: [N] floats each */
     static constexpr int BARS = FACTORS + 4 * N * 4, BYTES = BARS + 2 * STAGES * 8 + 1024;
     /* Threads of a row of S, and the keys of each; some have no row. */
-    static constexpr int THREADS = N > 32 ? 4 : N > 16 ? 8 : N > 8 ? 16 : 32;
+    static constexpr int THREADS = N > 16 ? 8 : N > 8 ? 16 : 32;
     static constexpr int MINE = KEYS / THREADS;
-    static constexpr bool SPREADS = N <= 32; /* registers; 40 are for items of many tokens */
 };
 
 /* ---- an item ----------------------------------------------------------------------------------
@@ -143,7 +142,6 @@ __device__ inline void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int m
 #define R16   R8 ", %4, %5, %6, %7"
 #define R24   R16 ", %8, %9, %10, %11"
 #define R32   R24 ", %12, %13, %14, %15"
-#define R40   R32 ", %16, %17, %18, %19"
 #define MULTIPLY(T, TYPE, N, TA, REGS, A, B, MORE, ...)                                           \
     template <>                                                                                   \
     __device__ inline void multiply<T, N, TA>(float(&d)[N / 2], uint64_t a, uint64_t b, int more) \
@@ -154,12 +152,11 @@ __device__ inline void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int m
                      : __VA_ARGS__                                                                \
                      : "l"(a), "l"(b), "r"(more));                                                \
     }
-#define MULTIPLY_ALL(T, TYPE, TA)                                                    \
-    MULTIPLY(T, TYPE, 8, TA, R8, "%4", "%5", "%6", D4(0))                            \
-    MULTIPLY(T, TYPE, 16, TA, R16, "%8", "%9", "%10", D4(0), D4(4))                  \
-    MULTIPLY(T, TYPE, 24, TA, R24, "%12", "%13", "%14", D4(0), D4(4), D4(8))         \
-    MULTIPLY(T, TYPE, 32, TA, R32, "%16", "%17", "%18", D4(0), D4(4), D4(8), D4(12)) \
-    MULTIPLY(T, TYPE, 40, TA, R40, "%20", "%21", "%22", D4(0), D4(4), D4(8), D4(12), D4(16))
+#define MULTIPLY_ALL(T, TYPE, TA)                                            \
+    MULTIPLY(T, TYPE, 8, TA, R8, "%4", "%5", "%6", D4(0))                    \
+    MULTIPLY(T, TYPE, 16, TA, R16, "%8", "%9", "%10", D4(0), D4(4))          \
+    MULTIPLY(T, TYPE, 24, TA, R24, "%12", "%13", "%14", D4(0), D4(4), D4(8)) \
+    MULTIPLY(T, TYPE, 32, TA, R32, "%16", "%17", "%18", D4(0), D4(4), D4(8), D4(12))
 MULTIPLY_ALL(__half, "f16", 0)
 MULTIPLY_ALL(__half, "f16", 1)
 MULTIPLY_ALL(__nv_bfloat16, "bf16", 0)

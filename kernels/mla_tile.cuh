@@ -307,29 +307,35 @@ __device__ inline void bring_listed(uint32_t stage, uint32_t bar, const key_sour
     arrive_with_copies(bar);
 }
 
-/* Q8: a warpgroup makes its four panels of halves of a stage's int8 values; the lanes of a load and
- * a store are spread over the banks as well as both allow. */
+/* Q8: a warpgroup makes its four panels of halves of a stage's int8 values. Eight lanes read 128
+ * bytes of a key and write eight pieces that lie in different banks: the halves of odd panels go
+ * the other way round. */
 __device__ inline void unpack(uint32_t panels, uint32_t stage, int thread)
 {
-    const int lane = thread % 32, wg = thread / 128, panel = wg * 4 + lane / 8;
-    const int key0 = thread / 32 % 4 * 2 + lane / 4 % 2, piece = lane % 4;
-#pragma unroll 4
+    const int lane = thread % 32, wg = thread / 128;
+    const int odd = lane / 4 % 2, panel = wg * 4 + lane / 8 % 2 * 2 + odd, piece = lane % 4;
+    const int key0 = thread / 32 % 4 * 2 + lane / 16;
+    uint32_t x[8][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        asm volatile(
+            "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+            : "r"(stage + (uint32_t)((8 * i + key0) * MLA_LATENT + panel * 64 + piece * 16))
+            : "memory");
+#pragma unroll
     for (int i = 0; i < 8; i++) {
-        const int key = 8 * i + key0;
-        uint32_t x[4];
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(stage + (uint32_t)(key * MLA_LATENT + panel * 64 + piece * 16))
-                     : "memory");
+        const uint32_t to = panels + (uint32_t)(panel * PANEL + (8 * i + key0) * 128);
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            x[j] ^= 0x80808080u;
-        const uint32_t to = panels + (uint32_t)(panel * PANEL + key * 128);
+            x[i][j] ^= 0x80808080u;
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-            put16(to + (uint32_t)(((2 * piece + j) ^ (key & 7)) << 4),
-                  make_uint4(att_halves<0x4140>(x[2 * j]), att_halves<0x4342>(x[2 * j]),
-                             att_halves<0x4140>(x[2 * j + 1]), att_halves<0x4342>(x[2 * j + 1])));
+        for (int j = 0; j < 2; j++) {
+            const uint32_t low = j ^ odd ? x[i][2] : x[i][0], high = j ^ odd ? x[i][3] : x[i][1];
+            put16(to + (uint32_t)(((2 * piece + (j ^ odd)) ^ (key0 & 7)) << 4),
+                  make_uint4(att_halves<0x4140>(low), att_halves<0x4342>(low),
+                             att_halves<0x4140>(high), att_halves<0x4342>(high)));
+        }
     }
 }
 

@@ -205,8 +205,7 @@ typedef struct bgk_moe_item {
 
 /* Who works on what. Result rows: of each of the n_shared experts (numbers n_experts and on) all
  * tokens, then of each expert the tokens that chose it, ascending; an expert's begin at multiples
- * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h; that is
- * found out from route where it is needed, plan and gather do nothing. */
+ * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h. */
 typedef struct bgk_moe {
     int n_experts, n_used, n_shared, tokens;
     int n; /* tokens in an item: 8, 32, 64 or 128; BGK_DIRECT tokens and fewer: 8 */
@@ -243,23 +242,23 @@ static inline int64_t bgk_moe_counts(const bgk_moe *m)
 {
     return (int64_t)((m->tokens + 1023) / 1024) * m->n_experts;
 }
-/* Fills in pos, items and n_items. */
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream);
-/* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES. */
+/* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES; nothing to do up to
+ * BGK_DIRECT tokens. */
 cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m, int groups,
                            cudaStream_t stream);
 /* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, row_scale and bias are of
  * all one after another. The first product reads h and x, as items say; the second
  * (h NULL) reads x by result rows. Both may read n - 1 rows past the last, and write none. list_done:
  * the list was there before the kernel before this one let others start. out: BGK_TILES with n_ff,
- * else BGK_ROWS. */
+ * else rows. */
 cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_out *h,
                            const bgk_out *x, const bgk_moe *m, bgk_act fn, bool list_done,
                            cudaStream_t stream);
 /* out[t, c] = sum over j, in order, of route[t]'s weight j times rows[pos[t, j], c], + the shared
- * experts' rows in order, + route's last weight times add[t, c] (NULL: nothing). out == add is
- * allowed. */
-cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const float *rows, int64_t rows_cols,
+ * experts' rows in order, + route's last weight times add[t, c] (NULL: nothing). rows: halves,
+ * rows_cols of them from row to row. out == add is allowed. */
+cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const void *rows, int64_t rows_cols,
                             const float *add, int64_t add_cols, const bgk_moe *m, int cols,
                             cudaStream_t stream);
 

@@ -20,15 +20,15 @@ template <unsigned F>
 cudaError_t launch_items(const args &a, int w_bytes, int n, cudaStream_t stream)
 {
     constexpr bool MIXED = !single(F);
-    constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2;
+    constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2, FEW_B2 = F == ALL ? 1 : 2;
     const bool pairs = a.splits == 1 && a.n_tiles % 2 == 0;
     switch (n) {
     case 8:
         if (pairs && a.token_blocks > 16)
-            return launch<F, 8, 2, 1, 4, B2, 1, false, true>(a, w_bytes, stream);
+            return launch<F, 8, 2, 1, 4, FEW_B2, 1, false, true>(a, w_bytes, stream);
         return launch_parts<F, 8, 3, true>(a, w_bytes, stream);
     case 32:
-        if (pairs) return launch<F, 32, 2, 1, 2, B2, 1, false, true>(a, w_bytes, stream);
+        if (pairs) return launch<F, 32, 2, 1, 2, FEW_B2, 1, false, true>(a, w_bytes, stream);
         return launch_parts<F, 32, 2, true>(a, w_bytes, stream);
     case 64:
         if (a.splits == 1)
@@ -56,11 +56,11 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
         (w->n_first && !w->stack[0]) || (w->n_first < m->n_experts + m->n_shared && !w->stack[1]) ||
         (w->splits != 1 && w->splits != 2 && w->splits != 4) || !w->formats ||
         w->formats >> BGK_FORMATS || !tiles(x) || (h && !tiles(h)) || w->block_tiles ||
-        m->tokens < 0 || (w->n_ff ? !tiles(out) : out->layout != BGK_ROWS) ||
+        m->tokens < 0 || (w->n_ff ? !tiles(out) : out->layout == BGK_TILES) ||
+        (w->splits > 1 && w->n_chunks < 4 * w->splits) || (uintptr_t)w->row_scale % 16 ||
         (!w->n_ff && (w->n_out < 1 || w->n_out > w->n_tiles * 64)) ||
-        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) || m->n_experts < 1 ||
-        m->n_experts > BGK_MAX_EXPERTS || m->n_shared < 0 || m->n_shared > 0xff00 ||
-        (m->tokens <= BGK_DIRECT && m->n != BGK_DIRECT) ||
+        (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
+        m->n_experts + m->n_shared > 0xffff ||
         (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
         (h && (m->tokens + m->n - 1) / m->n * m->n > h->stride))
         return cudaErrorInvalidValue;
@@ -91,12 +91,6 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
     a.layout = out->layout;
     a.items = m->items;
     a.n_items = m->n_items;
-    if (m->tokens <= BGK_DIRECT) a.route = m->route;
-    a.route_cols = m->route_cols;
-    a.tokens = m->tokens;
-    a.n_experts = m->n_experts;
-    a.n_used = m->n_used;
-    a.n_shared = m->n_shared;
     a.second = !h;
     a.list_done = list_done;
     a.token_blocks = (int)most;

@@ -16,6 +16,9 @@ namespace
 {
 
 constexpr int MAX_STAGES = 8, GROUP = 8;
+/* Grouped: scales of rows come with the first stage of a place. While a stage is refilled, the
+ * places of all the stages before it may still want theirs. */
+constexpr int SCALE_SLOTS = MAX_STAGES + 1;
 constexpr int MOST_SHARED = 226 * 1024; /* dynamic; barriers need some more */
 
 struct args {
@@ -40,9 +43,6 @@ struct args {
     int64_t h_stride;
     const char *stack[2]; /* tiles of experts [0, n_first), and of the others */
     int stack_format[2], n_first;
-    const float *route; /* not NULL: up to BGK_DIRECT tokens; what to do follows from it, no list */
-    int64_t route_cols;
-    int n_experts, n_used, n_shared;
     bool second;    /* x is what the first product wrote: its rows are the items' out rows */
     bool list_done; /* by the kernel before the one before: the list may be read at once */
 };
@@ -73,66 +73,12 @@ struct place {
     int other; /* grouped: its tiles are in the second stack */
 };
 
-/* The experts that somebody chose, of few tokens. */
-struct chosen {
-    uint32_t bits[BGK_MAX_EXPERTS / 32];
-    int before[BGK_MAX_EXPERTS / 32 + 1]; /* bits in the words before */
-};
-
-__device__ chosen &chosen_experts()
-{
-    __shared__ chosen c;
-    return c;
-}
-
-/* All threads of the block; returns the number of items. */
-__device__ int find_chosen(const args &a)
-{
-    constexpr int WORDS = BGK_MAX_EXPERTS / 32;
-    chosen &c = chosen_experts();
-    for (int i = threadIdx.x; i < WORDS; i += blockDim.x)
-        c.bits[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < a.tokens * a.n_used; i += blockDim.x) {
-        const float v = __ldcg(a.route + i / a.n_used * a.route_cols + i % a.n_used);
-        const int e = max(0, min((int)v, a.n_experts - 1));
-        atomicOr(&c.bits[e / 32], 1u << e % 32);
-    }
-    __syncthreads();
-    if (threadIdx.x <= WORDS) {
-        int sum = 0;
-        for (int i = 0; i < threadIdx.x; i++)
-            sum += __popc(c.bits[i]);
-        c.before[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    return a.n_shared + c.before[WORDS];
-}
-
-/* Item number i of few tokens: as moe.cu's plan would have it. */
-__device__ int4 direct_item(const args &a, int i)
-{
-    const chosen &c = chosen_experts();
-    const int out = 8 * i, n = i - a.n_shared;
-    if (n < 0) return make_int4((a.n_experts + i) | 1 << 16, 0, out, a.tokens);
-    int word = 0;
-    while (word + 1 < BGK_MAX_EXPERTS / 32 && c.before[word + 1] <= n)
-        word++;
-    uint32_t bits = c.bits[word];
-    for (int k = c.before[word]; k < n; k++)
-        bits &= bits - 1;
-    return make_int4((32 * word + __ffs((int)bits) - 1) | 1 << 16, 0, out, a.tokens);
-}
-
 /* The item that place number i is of, if there may be one; it may be new to L1. */
-template <int N, bool GROUPED> __device__ int4 item_of(const args &a, int i)
+template <bool GROUPED> __device__ int4 item_of(const args &a, int i)
 {
-    if constexpr (GROUPED) {
-        if (i >= a.row_blocks * a.token_blocks) return {};
-        if constexpr (N == BGK_DIRECT)
-            if (a.route) return direct_item(a, i / a.row_blocks);
-        return __ldcg((const int4 *)(a.items + i / a.row_blocks));
-    }
+    if constexpr (GROUPED)
+        if (i < a.row_blocks * a.token_blocks)
+            return __ldcg((const int4 *)(a.items + i / a.row_blocks));
     return {};
 }
 
@@ -444,20 +390,53 @@ struct rows {
     int out0, n_rows;
 };
 
-/* tile: its number in tables; at: among those of its expert. */
-template <bool GROUPED> __device__ rows rows_of(const args &a, int tile, int at, int t)
+/* tile: its number in tables; at: among those of its expert. Grouped: `scale` is where the tile's
+ * 64 lie in shared memory. */
+template <bool GROUPED>
+__device__ rows rows_of(const args &a, int tile, int at, uint32_t scale, int t)
 {
     const int r0 = t / 32 * 16 + t % 32 / 4, r1 = r0 + 8;
-    const float *scale = a.row_scale + (int64_t)tile * 64,
-                *bias = a.bias ? a.bias + (int64_t)tile * 64 : nullptr;
-    rows r = {scale[r0], scale[r1], bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f, at * 64, 64};
+    const float *bias = a.bias ? a.bias + (int64_t)tile * 64 : nullptr;
+    rows r = {0, 0, bias ? bias[r0] : 0.0f, bias ? bias[r1] : 0.0f, at * 64, 64};
     if constexpr (GROUPED) {
+        r.s0 = __uint_as_float(shared4(scale + 4 * r0));
+        r.s1 = __uint_as_float(shared4(scale + 4 * r1));
         r.n_rows = min(64, a.n_out - r.out0);
     } else {
+        r.s0 = a.row_scale[(int64_t)tile * 64 + r0];
+        r.s1 = a.row_scale[(int64_t)tile * 64 + r1];
         r.out0 = a.tiles[tile].out0;
         r.n_rows = a.tiles[tile].n_rows;
     }
     return r;
+}
+
+/* The same for BGK_HALF_ROWS that begin evenly: of rows r0 and r0 ^ 1, whose lanes are neighbours,
+ * one lane takes the first token and one the second. */
+template <int N>
+__device__ __forceinline__ void write_pairs(const float (&acc)[N / 2], const args &a, const rows &r,
+                                            int r0, int first, int end)
+{
+    const bool odd = r0 % 2;
+    const int row = r0 & ~1, token = first + odd;
+    __half *out = (__half *)a.out + token * a.out_stride + r.out0 + row;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float s = i ? r.s1 : r.s0, b = i ? r.b1 : r.b0;
+            const float v0 = limit(fmaf(acc[4 * j + 2 * i], s, b));
+            const float v1 = limit(fmaf(acc[4 * j + 2 * i + 1], s, b));
+            const float got = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 4);
+            const __half2 pair = odd ? __floats2half2_rn(got, v1) : __floats2half2_rn(v0, got);
+            if (token + 8 * j >= end) continue;
+            if (row + 8 * i + 1 < r.n_rows)
+                *(__half2 *)(out + 8 * i) = pair;
+            else if (row + 8 * i < r.n_rows)
+                out[8 * i] = __low2half(pair);
+        }
+        out += 8 * a.out_stride;
+    }
 }
 
 /* Rows r0 and r0 + 8 of the tile for tokens first, first + 1, and every eighth after these, as
@@ -467,6 +446,10 @@ __device__ __forceinline__ void write_halves(const float (&acc)[N / 2], const ar
                                              const rows &r, int r0, int first, int end)
 {
     const bool tiles = a.layout == BGK_TILES;
+    if (!tiles && (r.out0 | (int)a.out_stride) % 2 == 0) {
+        write_pairs<N>(acc, a, r, r0, first, end);
+        return;
+    }
     /* From eight tokens to the next, in halves. */
     const int64_t step = tiles ? 8 * 64 : 8 * a.out_stride;
     /* The last tile fills up its group of columns, which may end behind its 64 rows. */
@@ -542,8 +525,10 @@ struct source {
     size_t step;      /* from one chunk to the next */
     uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
     uint32_t sum;
-    uint32_t x_bytes; /* of a chunk of tokens: of an item without those that are not there */
-    int4 item;        /* grouped: of the place to be found next */
+    uint32_t x_bytes;   /* of a chunk of tokens: of an item without those that are not there */
+    int4 item;          /* grouped: of the place to be found next */
+    const float *scale; /* grouped: the tile's */
+    int slot;
 };
 
 template <int N, int TILES, bool GROUPED>
@@ -571,14 +556,17 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int step,
     }
     s.sum = __reduce_add_sync(0xffffffffu, s.bytes);
     s.x_bytes = GROUPED ? (p.end - p.out + 7) / 8 * 1024 : N * 128;
-    s.item = item_of<N, GROUPED>(a, s.place + step); /* takes its time: one place ahead */
+    if constexpr (GROUPED) {
+        s.scale = a.row_scale + (int64_t)at * 64;
+        s.item = item_of<GROUPED>(a, s.place + step); /* takes its time: one place ahead */
+    }
 }
 
 /* The warp that brings everything, lane by lane: TILES tiles of weights and SC chunks of tokens a
  * stage. The first stages' weights go out before the kernel before this one is waited for. */
 template <int N, int TILES, int SC, bool GROUPED>
 __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places,
-                      const int4 &item, int lane)
+                      const int4 &item, uint32_t scales, int lane)
 {
     const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
     source s = {};
@@ -586,8 +574,11 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
     s.item = item;
     auto weights = [&](uint32_t bar, uint32_t to) {
         const int count = min(SC, n - s.chunk);
-        if (lane == 0) mbar_expect(bar, count * (s.sum + s.x_bytes));
+        const bool scaled = GROUPED && scales && !s.chunk; /* a place's first stage */
+        if (lane == 0) mbar_expect(bar, count * (s.sum + s.x_bytes) + (scaled ? TILES * 256 : 0));
         __syncwarp();
+        if (scaled && lane < TILES)
+            ptx_bulk_copy(scales + (s.slot * TILES + lane) * 256, s.scale, 256, bar);
         if (lane < TILES)
             ptx_bulk_copy(to + SC * N * 128 + lane * a.w_stride, s.from + s.chunk * s.step,
                           count * s.bytes, bar);
@@ -602,6 +593,7 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
         if (s.chunk < n) return;
         s.chunk = 0;
         s.place += step;
+        if (GROUPED) s.slot = s.slot == SCALE_SLOTS - 1 ? 0 : s.slot + 1;
         if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, step, lane);
     };
     const int ahead = min(a.stages, total);
@@ -708,34 +700,32 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (GROUPED && !a.list_done) ptx_wait_prior();
     ptx_let_next_start();
-    int n_items = 0; /* grouped */
-    if constexpr (GROUPED) {
-        if (N == BGK_DIRECT && a.route)
-            n_items = find_chosen(a);
-        else
-            n_items = __ldcg(a.n_items);
-    }
-    const int n_places = a.row_blocks * (GROUPED ? n_items : a.token_blocks);
-    int4 item = item_of<N, GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
+    int4 item = item_of<GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
+    const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
+    /* Behind the rings: sums of parts 1.. on their way to the first, then scales. */
+    constexpr int SUMS = (PARTS - 1) * WGS * N * 256;
+    const uint32_t behind = data + PARTS * a.stages * a.stage_bytes, scales = behind + SUMS;
     if (g == GROUPS) {
         ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
         if (t / 32 < PARTS)
             bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, item,
-                                         t % 32);
+                                         part ? 0 : scales, t % 32);
         return;
     }
     ptx_more_registers<many(GROUPS, BLOCKS, GROUPED)>();
-    /* Sums of parts 1.. on their way to the first, behind the rings. */
-    const uint32_t sums = data + PARTS * a.stages * a.stage_bytes + 4 * (group * 128 + t);
+    const uint32_t sums = behind + 4 * (group * 128 + t);
     float acc[RB][N / 2];
+    int slot = 0;
     for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
         const place p = place_of<N, TILES, GROUPED>(a, i, item);
-        item = item_of<N, GROUPED>(a, i + gridDim.x);
+        item = item_of<GROUPED>(a, i + gridDim.x);
         const int tile = tile_of(a, p, group * RB);
         const int *format = GROUPED ? &a.stack_format[p.other] : &a.tiles[tile].format;
         rows to;
-        if (RB == 1)
-            to = rows_of<GROUPED>(a, tile, tile - p.first, t); /* early: it takes its time */
+        if (RB == 1 && !GROUPED)
+            to = rows_of<GROUPED>(a, tile, tile - p.first, 0, t); /* early: it takes its time */
+        const uint32_t scale = scales + (slot * TILES + group * RB) * 256;
+        if (GROUPED) slot = slot == SCALE_SLOTS - 1 ? 0 : slot + 1;
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
@@ -789,7 +779,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
         for (int b = 0; b < RB; b++) {
             const int at = p.tile + group * RB + b;
             if (at >= a.n_tiles) break; /* those were read a second time, for nobody */
-            if (RB > 1) to = rows_of<GROUPED>(a, p.first + at, at, t);
+            if (RB > 1 || GROUPED) to = rows_of<GROUPED>(a, p.first + at, at, scale + b * 256, t);
             write<N>(acc[b], a, to, at, p.out, p.end, t);
         }
     }
@@ -825,21 +815,22 @@ template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, boo
 cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
 {
     constexpr int TILES = WGS * RB, SUMS = (PARTS - 1) * WGS * N * 256;
+    constexpr int REST = SUMS + (GROUPED ? SCALE_SLOTS * TILES * 256 : 0);
     auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN, GROUPED>;
     static const cudaError_t ready =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
     if (ready != cudaSuccess) return ready;
     a.w_stride = SC * w_bytes;
     a.stage_bytes = (SC * N * 128 + TILES * a.w_stride + 1023) / 1024 * 1024;
-    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048 - SUMS) / (PARTS * a.stage_bytes));
+    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048 - REST) / (PARTS * a.stage_bytes));
     if (a.stages < 2)
-        a.stages = min(MAX_STAGES, (MOST_SHARED - 2048 - SUMS) / (PARTS * a.stage_bytes));
+        a.stages = min(MAX_STAGES, (MOST_SHARED - 2048 - REST) / (PARTS * a.stage_bytes));
     if (a.stages < 2) return cudaErrorInvalidConfiguration; /* one is read while one is brought */
     a.row_blocks = (a.n_tiles + TILES - 1) / TILES;
     if (!GROUPED) a.token_blocks = (a.tokens + N - 1) / N;
     return launch_after(kernel, dim3(min(a.row_blocks * a.token_blocks, sm_count() * BLOCKS)),
                         dim3(WGS * PARTS * 128 + 128),
-                        (size_t)PARTS * a.stages * a.stage_bytes + SUMS + 1024, stream, a);
+                        (size_t)PARTS * a.stages * a.stage_bytes + REST + 1024, stream, a);
 }
 
 /* One tile of rows a block, parts of K side by side. Every format in one kernel (MIXED), and

@@ -5,9 +5,8 @@
  *
  * Launch: route: a block a token, a thread an expert. plan: a block of 1024 threads for 1024
  * tokens; with more tokens once to count, once to place. gather, combine: blocks of 256 threads, a
- * token each. Up to BGK_DIRECT tokens there is neither plan nor gather: the products and combine
- * find out by themselves what was chosen. All programmatic: the list of items is complete when
- * gather lets the next kernel start. Graph-capturable.
+ * token each. All programmatic: the list of items is complete when gather, or the first product,
+ * lets the next kernel start. Graph-capturable.
  *
  * Order: sums of softmaxes by the number of experts alone; a token's place among its expert's by
  * number; combine adds in the order of choice.
@@ -63,13 +62,19 @@ __device__ float sigmoid(float v)
 __device__ int rank_of(const float *values, int n, int i)
 {
     const float mine = values[i];
+    const int own = i / 4 * 4;
     int before = 0;
-    for (int j = 0; j < n; j += 4) {
+    for (int j = 0; j < own; j += 4) {
         const float4 v = *(const float4 *)(values + j);
-        before += v.x > mine || (v.x == mine && j < i);
-        before += v.y > mine || (v.y == mine && j + 1 < i);
-        before += v.z > mine || (v.z == mine && j + 2 < i);
-        before += v.w > mine || (v.w == mine && j + 3 < i);
+        before += (v.x >= mine) + (v.y >= mine) + (v.z >= mine) + (v.w >= mine);
+    }
+    for (int j = own; j < min(i, n); j++)
+        before += values[j] >= mine;
+    for (int j = i + 1; j < min(own + 4, n); j++)
+        before += values[j] > mine;
+    for (int j = own + 4; j < n; j += 4) {
+        const float4 v = *(const float4 *)(values + j);
+        before += (v.x > mine) + (v.y > mine) + (v.z > mine) + (v.w > mine);
     }
     return before;
 }
@@ -251,6 +256,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
         if (thread < m.n_experts) m.counts[blockIdx.x * m.n_experts + thread] = count[thread];
         return;
     }
+    const bool direct = m.tokens <= BGK_DIRECT;
     int total = 0, earlier = 0;
     if (thread < m.n_experts) {
         total = count[thread];
@@ -262,6 +268,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
                 total += there;
             }
         }
+        if (direct && total) total = m.tokens;
     }
     const int padded = (m.tokens + 7) / 8 * 8, shared_rows = m.n_shared * padded;
     const int shared_items = m.n_shared * ((m.tokens + m.n - 1) / m.n);
@@ -270,7 +277,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
     if (thread < m.n_experts) first[thread] = shared_rows + mine.rows + earlier;
     if (blockIdx.x == 0) {
         if (thread < m.n_experts)
-            put_items(m, shared_items + mine.items, thread, false, mine.rows,
+            put_items(m, shared_items + mine.items, thread, direct, direct ? 0 : mine.rows,
                       shared_rows + mine.rows, total);
         else if (thread - m.n_experts < m.n_shared) {
             const int s = thread - m.n_experts;
@@ -283,7 +290,7 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
         const int t = i / m.n_used, e = chosen(m, token0 + t, i % m.n_used),
                   at = e * words + t / 32;
         m.pos[(int64_t)token0 * m.n_used + i] =
-            first[e] + before[at] + __popc(bits[at] & ((1u << t % 32) - 1));
+            first[e] + (direct ? t : before[at] + __popc(bits[at] & ((1u << t % 32) - 1)));
     }
 }
 
@@ -308,67 +315,63 @@ __global__ void __launch_bounds__(BLOCK) gather_rows(bgk_out x, bgk_out h, bgk_m
     }
 }
 
-__device__ float4 fma4(float w, float4 v, float4 sum)
-{
-    return make_float4(fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z),
-                       fmaf(w, v.w, sum.w));
-}
-
 struct combined {
     float *out;
-    const float *rows, *add;
+    const __half *rows;
+    const float *add;
     int64_t out_cols, rows_cols, add_cols;
     int cols;
 };
 
-/* Of up to BGK_DIRECT tokens: rows of an expert are behind those of the chosen ones of lower
- * numbers. All threads. */
-__device__ void find_direct(int *pos, const bgk_moe &m, int t)
+/* EACH columns a thread: 8 as vectors, or 1. */
+template <int EACH> __device__ void add_row(float (&sum)[EACH], float w, const __half *row)
 {
-    constexpr int WORDS = BGK_MAX_EXPERTS / 32;
-    __shared__ uint32_t bits[WORDS];
-    if (threadIdx.x < WORDS) bits[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < m.tokens * m.n_used; i += BLOCK) {
-        const int e = chosen(m, i / m.n_used, i % m.n_used);
-        atomicOr(&bits[e / 32], 1u << e % 32);
+    if constexpr (EACH == 8) {
+        const uint4 v = *(const uint4 *)row;
+        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 f = __half22float2(*(const __half2 *)&pairs[i]);
+            sum[2 * i] = fmaf(w, f.x, sum[2 * i]);
+            sum[2 * i + 1] = fmaf(w, f.y, sum[2 * i + 1]);
+        }
+    } else {
+        sum[0] = fmaf(w, __half2float(*row), sum[0]);
     }
-    __syncthreads();
-    if (threadIdx.x < m.n_used) {
-        const int e = chosen(m, t, threadIdx.x);
-        int before = __popc(bits[e / 32] & ((1u << e % 32) - 1));
-        for (int i = 0; i < e / 32; i++)
-            before += __popc(bits[i]);
-        pos[threadIdx.x] = 8 * (m.n_shared + before) + t;
-    }
-    __syncthreads();
 }
 
-template <bool VEC> __global__ void __launch_bounds__(BLOCK) combine_rows(combined c, bgk_moe m)
+template <int EACH> __global__ void __launch_bounds__(BLOCK) combine_rows(combined c, bgk_moe m)
 {
-    __shared__ int direct[BGK_MAX_USED];
-    constexpr int EACH = VEC ? 4 : 1;
     const int t = blockIdx.x, col = (blockIdx.y * BLOCK + threadIdx.x) * EACH;
     const int padded = (m.tokens + 7) / 8 * 8, k = m.n_used;
     ptx_let_next_start();
     ptx_wait_prior();
-    if (m.tokens <= BGK_DIRECT) find_direct(direct, m, t);
     if (col >= c.cols) return;
     const float *route = m.route + t * m.route_cols;
-    const int32_t *pos = m.tokens <= BGK_DIRECT ? direct : m.pos + (int64_t)t * k;
-    auto at = [&](const float *p) { return VEC ? *(const float4 *)p : make_float4(*p, 0, 0, 0); };
-    float4 sum = make_float4(0, 0, 0, 0);
+    const int32_t *pos = m.pos + (int64_t)t * k;
+    float sum[EACH] = {};
 #pragma unroll 8
     for (int j = 0; j < k; j++)
-        sum = fma4(route[k + j], at(c.rows + pos[j] * c.rows_cols + col), sum);
+        add_row<EACH>(sum, route[k + j], c.rows + pos[j] * c.rows_cols + col);
     for (int s = 0; s < m.n_shared; s++)
-        sum = fma4(1.0f, at(c.rows + (int64_t)(s * padded + t) * c.rows_cols + col), sum);
-    if (c.add) sum = fma4(route[2 * k], at(c.add + t * c.add_cols + col), sum);
+        add_row<EACH>(sum, 1.0f, c.rows + (int64_t)(s * padded + t) * c.rows_cols + col);
+    const float *add = c.add ? c.add + t * c.add_cols + col : nullptr;
     float *out = c.out + t * c.out_cols + col;
-    if (VEC)
-        *(float4 *)out = sum;
-    else
-        *out = sum.x;
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+        if constexpr (EACH == 8) {
+            float4 v = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+            if (add) {
+                const float4 a = *(const float4 *)(add + i);
+                const float w = route[2 * k];
+                v = make_float4(fmaf(w, a.x, v.x), fmaf(w, a.y, v.y), fmaf(w, a.z, v.z),
+                                fmaf(w, a.w, v.w));
+            }
+            *(float4 *)(out + i) = v;
+        } else {
+            *out = add ? fmaf(route[2 * k], *add, sum[0]) : sum[0];
+        }
+    }
 }
 
 /* ---- plain --------------------------------------------------------------------------------------
@@ -496,9 +499,9 @@ cudaError_t bgk_route(float *route, int64_t route_cols, const float *parts, int6
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream)
 {
     if (!valid(m) || (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
-        (uintptr_t)m->items % 16)
+        (m->tokens <= BGK_DIRECT && m->n != 8) || (uintptr_t)m->items % 16)
         return cudaErrorInvalidValue;
-    if (m->tokens <= BGK_DIRECT) return cudaSuccess;
+    if (!m->tokens) return cudaSuccess;
     const int blocks = (m->tokens + CHUNK - 1) / CHUNK,
               words = m->tokens < CHUNK ? (m->tokens + 31) / 32 : CHUNK / 32;
     const size_t shared = (size_t)m->n_experts * words * 6;
@@ -531,18 +534,18 @@ cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m,
                         stream, *x, *h, *m, groups);
 }
 
-cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const float *rows, int64_t rows_cols,
+cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const void *rows, int64_t rows_cols,
                             const float *add, int64_t add_cols, const bgk_moe *m, int cols,
                             cudaStream_t stream)
 {
     if (!valid(m) || cols < 0 || out_cols < cols || (add && add_cols < cols) || rows_cols < cols)
         return cudaErrorInvalidValue;
     if (!m->tokens || !cols) return cudaSuccess;
-    const combined c = {out, rows, add, out_cols, rows_cols, add_cols, cols};
+    const combined c = {out, (const __half *)rows, add, out_cols, rows_cols, add_cols, cols};
     const bool vec = ((uintptr_t)out | (uintptr_t)rows | (uintptr_t)add) % 16 == 0 &&
-                     (out_cols | rows_cols | (add ? add_cols : 0) | cols) % 4 == 0;
-    return launch_after(vec ? combine_rows<true> : combine_rows<false>,
-                        dim3(m->tokens, over(cols, BLOCK * (vec ? 4 : 1))), dim3(BLOCK), 0, stream,
+                     (rows_cols | cols) % 8 == 0 && (out_cols | (add ? add_cols : 0)) % 4 == 0;
+    return launch_after(vec ? combine_rows<8> : combine_rows<1>,
+                        dim3(m->tokens, over(cols, BLOCK * (vec ? 8 : 1))), dim3(BLOCK), 0, stream,
                         c, *m);
 }
 

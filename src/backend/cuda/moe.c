@@ -16,7 +16,7 @@
 enum {
     TILE = 64,
     ROUTE_BYTES = 32 << 20, /* of products at a time, so that they stay in the cache */
-    MOST_PARTS = 16,        /* of a router's K */
+    MOST_PARTS = 8,         /* of a router's K */
     MOST_N = 128,           /* tokens in an item */
 };
 
@@ -33,7 +33,7 @@ struct bg_cuda_moe {
     char *x, *act; /* BGK_TILES: gathered rows; gated ones. Of so many rows: */
     int64_t x_rows, act_rows;
     size_t x_size, act_size;
-    float *rows; /* [result rows, d] */
+    void *rows; /* [result rows, d] halves */
     size_t rows_size;
 };
 
@@ -533,6 +533,12 @@ static int64_t stride_for(int64_t rows)
     return (rows + MOST_N + BGK_TILE_ROWS - 1) / BGK_TILE_ROWS * BGK_TILE_ROWS;
 }
 
+/* Of a row of results, for loads of eight. */
+static int64_t row_halves(const bg_experts *e)
+{
+    return (e->d + 7) / 8 * 8;
+}
+
 static bg_status scratch(bg_cuda *c, const bg_experts *e, bg_error *err)
 {
     struct bg_cuda_moe *s = c->moe;
@@ -564,7 +570,7 @@ static bg_status scratch(bg_cuda *c, const bg_experts *e, bg_error *err)
         st = at_least(c, &s->act, &s->act_size, ff_groups * (size_t)rows * TILE * 2,
                       "activations of experts", err);
     if (!st)
-        st = at_least(c, &s->rows, &s->rows_size, (size_t)rows * (size_t)e->d * sizeof(float),
+        st = at_least(c, &s->rows, &s->rows_size, (size_t)rows * (size_t)row_halves(e) * 2,
                       "results of experts", err);
     return st;
 }
@@ -644,7 +650,7 @@ static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const
     const int64_t rows = stride_for(bgk_moe_rows(m));
     const bgk_out in = bg_cuda_out(h), act = {s->act, BGK_TILES, rows},
                   x = {s->x, BGK_TILES, stride_for(bgk_moe_gathered(m))},
-                  results = {s->rows, BGK_ROWS, e->d};
+                  results = {s->rows, BGK_HALF_ROWS, row_halves(e)};
     const bool gathers = m->tokens > BGK_DIRECT;
     cudaError_t st = bgk_moe_plan(m, c->stream);
     if (st == cudaSuccess) st = bgk_moe_gather(&x, &in, m, e->gate_up.n_chunks, c->stream);
@@ -653,7 +659,7 @@ static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const
     if (st == cudaSuccess)
         st = bgk_moe_matmul(&results, &e->down, NULL, &act, m, e->fn, true, c->stream);
     if (st == cudaSuccess)
-        st = bgk_moe_combine(out->data, out->cols, s->rows, e->d, add ? add->data : NULL,
+        st = bgk_moe_combine(out->data, out->cols, s->rows, results.stride, add ? add->data : NULL,
                              add ? add->cols : 0, m, e->d, c->stream);
     return st;
 }

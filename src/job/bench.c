@@ -431,7 +431,8 @@ static bg_status parse_batches(bg_bench *b, const bg_job *job, int *max_batch, b
 static bg_status check_options(const bg_job *job, const bg_memory_plan *p, bg_error *err)
 {
     if (job->tune_out && !job->tune) return bg_fail(err, BG_ARG, "--tune-out: only with --tune");
-    if (job->tune && p->tp > 1) return bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1)");
+    if (job->tune && p->tp > 1 && !job->rank_of)
+        return bg_fail(err, BG_ARG, "--tune: of one rank alone (--tp 1 or --rank-of)");
     if (job->rank_of && job->tp > 1)
         return bg_fail(err, BG_ARG, "--rank-of %lld: it is one rank, not --tp %lld as well",
                        (long long)job->rank_of, (long long)job->tp);

@@ -4,9 +4,9 @@
  * order in float32, as comm/shm.c does, so that the result is the same on every rank, for every
  * size, and on the CPU.
  *
- *     peers   between GPUs that can read each other's memory: kernels of ours, 8 MB at a time, no NCCL
- *     short   everyone's values to everyone, then the sum
- *     long    slice r of everyone's values to rank r, which adds them; then the sums to everyone
+ *     peers   between GPUs that can read each other's memory: kernels of ours, 8 MB at a time, no
+ * NCCL short   everyone's values to everyone, then the sum long    slice r of everyone's values to
+ * rank r, which adds them; then the sums to everyone
  *
  * All goes out on the backend's stream and can be captured. NCCL is looked for when it is needed: a
  * machine with one GPU need not have it. Several ranks may share a GPU, which NCCL only allows to

@@ -285,7 +285,8 @@ bg_status bg_cuda_tune(bg_backend *b, bg_tune *report, bg_error *err)
             err, BG_ARG,
             "tuning: there is nothing to choose on this GPU, or with --compute f32: only "
             "compute capability 9.0 multiplies weights as they are in blocks of several shapes");
-    if (c->ranks) return bg_fail(err, BG_ARG, "tuning: of one rank alone");
+    if (c->ranks && bg_comm_standin_ns(c->config.comm) < 0)
+        return bg_fail(err, BG_ARG, "tuning: of one rank alone");
     if (c->n_buckets) return bg_fail(err, BG_INTERNAL, "tuning: after graphs were made");
     tuner t = {.c = c, .start_ns = bg_now_ns()};
     bg_status st = make_room(&t, err);

@@ -21,6 +21,7 @@ GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "golden"
 # One of each family beyond the dense ones: experts, latents, indexer, sinks.
 FAMILIES = ["tiny-qwen3moe.q8_0", "tiny-qwen2moe.q5_1", "tiny-mixtral.q5_0", "tiny-glm4.q5_0", "tiny-glm4moe.q5_0",
             "tiny-gpt-oss.mxfp4", "tiny-dsv3.q8_0", "tiny-v2.legacy", "tiny-dsa.q8_0"]
+FAMILIES = os.environ.get("BATCHGEN_TEST_FAMILIES", " ".join(FAMILIES)).split()
 
 
 def gpus(n_ranks):

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Failures on a GPU, and ranks that share one: some two minutes on an H200. BUILD names the build folder.
-# BATCHGEN_TEST_GPUS: how many GPUs ranks are dealt to (1).
+# BATCHGEN_TEST_GPUS: how many GPUs ranks are dealt to (1). BATCHGEN_TEST_FAMILIES: only these models.
 # With names as arguments only those cases: tests/gpu/failures.sh sticky hang
 set -eu
 cd "$(dirname "$0")/../.."

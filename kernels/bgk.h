@@ -139,10 +139,10 @@ static inline int bgk_chunk_bytes(bgk_format f)
 }
 
 typedef struct bgk_wtile {
-    const void *w;  /* its chunks, on the device, 128-byte aligned */
-    int32_t format; /* bgk_format */
-    int32_t out0;   /* the output column of its first row; not with glu */
-    int32_t n_rows; /* 1 to 64 of them are written; not with glu */
+    const void *w;    /* its chunks, on the device, 128-byte aligned */
+    int32_t format;   /* bgk_format */
+    int32_t out0;     /* the output column of its first row; not with glu */
+    int32_t n_rows;   /* 1 to 64 of them are written; not with glu */
     int32_t x_chunk0; /* the first 64-column group of x that it reads; see block_tiles */
 } bgk_wtile;
 
@@ -167,7 +167,8 @@ typedef struct bgk_weights {
 /* out[t, tile's columns] = sum_k x[t, 64 x_chunk0 + k] w + bias for t in [0, tokens), in any layout
  * (BGK_HALF_ROWS: halves; both kinds of halves saturated); with n_ff the products fn(gate) * up,
  * BGK_TILES. Columns that fill up the last group of BGK_TILES are written as 0. x: BGK_TILES,
- * n_chunks groups from a tile's x_chunk0 on. A result's bits depend on its row of x, on w and on splits alone. sm_90. */
+ * n_chunks groups from a tile's x_chunk0 on. A result's bits depend on its row of x, on w and on
+ * splits alone. sm_90. */
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream);
 /* The shape that it takes for so many tokens. */
@@ -176,7 +177,8 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
-/* ---- moe.cu, experts.cu: mixture of experts ------------------------------------------------------
+/* ---- moe.cu, experts.cu: mixture of experts
+ * ------------------------------------------------------
  */
 enum { BGK_MAX_EXPERTS = 512, BGK_MAX_USED = 32, BGK_DIRECT = 8 };
 
@@ -208,13 +210,13 @@ typedef struct bgk_moe_item {
  * of 8. Up to BGK_DIRECT tokens: each expert that somebody chose has all tokens, from h. */
 typedef struct bgk_moe {
     int n_experts, n_used, n_shared, tokens;
-    int n; /* tokens in an item: 8, 32, 64 or 128; BGK_DIRECT tokens and fewer: 8 */
+    int n; /* tokens in an item: 8, 16, 32, 64 or 128; BGK_DIRECT tokens and fewer: 8 */
     const float *route;
     int64_t route_cols;
-    int32_t *pos;         /* [tokens, n_used] result row of each token and choice */
-    bgk_moe_item *items;  /* 16-byte aligned, room for bgk_moe_items() */
-    int32_t *n_items;     /* how many there are */
-    int32_t *counts;      /* scratch, bgk_moe_counts() values */
+    int32_t *pos;        /* [tokens, n_used] result row of each token and choice */
+    bgk_moe_item *items; /* 16-byte aligned, room for bgk_moe_items() */
+    int32_t *n_items;    /* how many there are */
+    int32_t *counts;     /* scratch, bgk_moe_counts() values */
 } bgk_moe;
 static inline int64_t bgk_moe_shared_rows(const bgk_moe *m)
 {
@@ -249,9 +251,9 @@ cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m,
                            cudaStream_t stream);
 /* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, row_scale and bias are of
  * all one after another. The first product reads h and x, as items say; the second
- * (h NULL) reads x by result rows. Both may read n - 1 rows past the last, and write none. list_done:
- * the list was there before the kernel before this one let others start. out: BGK_TILES with n_ff,
- * else rows. */
+ * (h NULL) reads x by result rows. Both may read n - 1 rows past the last, and write none.
+ * list_done: the list was there before the kernel before this one let others start. out: BGK_TILES
+ * with n_ff, else rows. */
 cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_out *h,
                            const bgk_out *x, const bgk_moe *m, bgk_act fn, bool list_done,
                            cudaStream_t stream);
@@ -473,18 +475,17 @@ typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
     int top_k;
 } bgk_selected;
 
-/* out[t, h v_dim ..] = sum_j softmax_j(scale (q_lat_h . c_j + turned q_h . kr_j)) c_j. Any cache but
- * Q8, where not bgk_mla_fits(); float32. */
+/* out[t, h v_dim ..] = sum_j softmax_j(scale (q_lat_h . c_j + turned q_h . kr_j)) c_j. Any cache
+ * but Q8, where not bgk_mla_fits(); float32. */
 cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
                           const bgk_selected *s, cudaStream_t stream);
 /* On tensor cores, where bgk_mla_fits(): q_lat BGK_HALF_ROWS, q BGK_TILES. Keys (those of the list)
  * are taken 64 at a time into units of 128 from the first on, each with its own softmax; units are
  * merged in their order. So all of these, however work is spread, give a row the same bits.
- * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes, zero
- * before the first use, of one stream): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on, n_heads *
- * (v_dim + 2) floats each.
- * _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one by one. Grids depend
- * on n, r->rows and n_sms. */
+ * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes,
+ * zero before the first use, of one stream): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on,
+ * n_heads * (v_dim + 2) floats each. _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all
+ * rows of r, one by one. Grids depend on n, r->rows and n_sms. */
 enum { BGK_MLA_UNIT = 128, BGK_MLA_TOKENS = 128 };
 cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
                            const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,

@@ -20,13 +20,17 @@ template <unsigned F>
 cudaError_t launch_items(const args &a, int w_bytes, int n, cudaStream_t stream)
 {
     constexpr bool MIXED = !single(F);
-    constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2, FEW_B2 = F == ALL ? 1 : 2;
+    constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2, FEW_B2 = F == ALL ? 1 : 2,
+                  SC = MIXED ? 2 : 4;
     const bool pairs = a.splits == 1 && a.n_tiles % 2 == 0;
     switch (n) {
     case 8:
         if (pairs && a.token_blocks > 16)
-            return launch<F, 8, 2, 1, 4, FEW_B2, 1, false, true>(a, w_bytes, stream);
+            return launch<F, 8, 2, 1, SC, FEW_B2, 1, false, true>(a, w_bytes, stream);
         return launch_parts<F, 8, 3, true>(a, w_bytes, stream);
+    case 16:
+        if (pairs) return launch<F, 16, 2, 1, 2, FEW_B2, 1, false, true>(a, w_bytes, stream);
+        return launch_parts<F, 16, 3, true>(a, w_bytes, stream);
     case 32:
         if (pairs) return launch<F, 32, 2, 1, 2, FEW_B2, 1, false, true>(a, w_bytes, stream);
         return launch_parts<F, 32, 2, true>(a, w_bytes, stream);
@@ -61,7 +65,7 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
         (!w->n_ff && (w->n_out < 1 || w->n_out > w->n_tiles * 64)) ||
         (w->n_ff && (w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
         m->n_experts + m->n_shared > 0xffff ||
-        (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
+        (m->n != 8 && m->n != 16 && m->n != 32 && m->n != 64 && m->n != 128) ||
         (h && (m->tokens + m->n - 1) / m->n * m->n > h->stride))
         return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;

@@ -839,7 +839,9 @@ template <unsigned F, int N, int BLOCKS, bool GROUPED = false>
 cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
 {
     constexpr bool MIXED = !single(F);
-    constexpr int SC = N > 16 || (F & 1u << BGK_W16) != 0 ? 2 : 4, ALONE_SC = N > 32 ? 2 : 4;
+    constexpr bool SMALL = GROUPED && MIXED; /* a stage has room for the widest format */
+    constexpr int SC = N > 16 || SMALL || (F & 1u << BGK_W16) != 0 ? 2 : 4;
+    constexpr int ALONE_SC = N > 32 || SMALL ? 2 : 4;
     constexpr int TWO_SC = N == 32 && F < 1u << BGK_W8 ? 4 : SC;
     constexpr int ALONE_BLOCKS = MIXED ? 2 : BLOCKS, TURN_BLOCKS = MIXED ? 1 : BLOCKS;
     switch (a.splits) {

@@ -57,22 +57,26 @@ __device__ float sigmoid(float v)
     return 1.0f / (1.0f + expf(-v));
 }
 
-/* How many of values[0, n) come before number i: larger ones, and equal ones of lower number. Those
- * that fill up the last four are -inf. */
+/* How many of values[0, n) come before number i, for each thread i: larger ones, and equal ones of
+ * lower number. Those that fill up the last four are -inf. */
 __device__ int rank_of(const float *values, int n, int i)
 {
     const float mine = values[i];
-    const int own = i / 4 * 4;
+    const int warp = (int)threadIdx.x / 32 * 32, own = i == (int)threadIdx.x ? min(warp, n) : 0;
+    const int own_end = i == (int)threadIdx.x ? min(warp + 32, n) : n; /* the warp's own numbers */
     int before = 0;
     for (int j = 0; j < own; j += 4) {
         const float4 v = *(const float4 *)(values + j);
         before += (v.x >= mine) + (v.y >= mine) + (v.z >= mine) + (v.w >= mine);
     }
-    for (int j = own; j < min(i, n); j++)
-        before += values[j] >= mine;
-    for (int j = i + 1; j < min(own + 4, n); j++)
-        before += values[j] > mine;
-    for (int j = own + 4; j < n; j += 4) {
+    for (int j = own; j < own_end; j += 4) {
+        const float4 v = *(const float4 *)(values + j);
+        before += v.x > mine || (v.x == mine && j < i);
+        before += v.y > mine || (v.y == mine && j + 1 < i);
+        before += v.z > mine || (v.z == mine && j + 2 < i);
+        before += v.w > mine || (v.w == mine && j + 3 < i);
+    }
+    for (int j = own_end; j < n; j += 4) {
         const float4 v = *(const float4 *)(values + j);
         before += (v.x > mine) + (v.y > mine) + (v.z > mine) + (v.w > mine);
     }
@@ -498,7 +502,7 @@ cudaError_t bgk_route(float *route, int64_t route_cols, const float *parts, int6
 
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream)
 {
-    if (!valid(m) || (m->n != 8 && m->n != 32 && m->n != 64 && m->n != 128) ||
+    if (!valid(m) || (m->n != 8 && m->n != 16 && m->n != 32 && m->n != 64 && m->n != 128) ||
         (m->tokens <= BGK_DIRECT && m->n != 8) || (uintptr_t)m->items % 16)
         return cudaErrorInvalidValue;
     if (!m->tokens) return cudaSuccess;

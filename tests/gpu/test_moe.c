@@ -353,7 +353,7 @@ Test(moe, plan)
     static const int counts[] = {1, 3, 8, 9, 33, 300, 1024, 1025, 5000};
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
         for (int how = 0; how < CHOICES; how++) {
-            check_plan(counts[i], 2, 5, 0, 8, how);
+            check_plan(counts[i], 2, 5, 0, counts[i] > 8 ? 16 : 8, how);
             check_plan(counts[i], 8, 128, 0, counts[i] > 8 ? 32 : 8, how);
             check_plan(counts[i], 8, 256, 1, counts[i] > 8 ? 128 : 8, how);
             check_plan(counts[i], 16, 512, 2, counts[i] > 8 ? 64 : 8, how);
@@ -817,7 +817,8 @@ static void bench_layer(const layer *l)
                            .n_shared = l->n_shared,
                            .tokens = t,
                            .n = t <= 8 || mean <= 4 ? 8
-                                : mean <= 16        ? 32
+                                : mean <= 12        ? 16
+                                : mean <= 20        ? 32
                                 : mean <= 48        ? 64
                                                     : 128,
                            .route_cols = cols};

@@ -134,8 +134,13 @@ static bg_status router_tiles(bg_cuda *c, bg_router *r, float *w, const char *na
     float *low = malloc(values * sizeof *low + 1), *device = NULL, *row_scale = NULL;
     bgk_wtile *tiles = calloc((size_t)n_tiles, sizeof *tiles), *to = NULL;
     char *data = NULL;
-    bg_status st = low && tiles ? BG_OK : bg_fail(err, BG_NOMEM, "%s: out of memory", name);
-    if (!st && cudaMalloc((void **)&device, 2 * values * sizeof *device + 16) != cudaSuccess)
+    bg_status st = BG_OK;
+    if (!low || !tiles) {
+        free(low);
+        free(tiles);
+        return bg_fail(err, BG_NOMEM, "%s: out of memory", name);
+    }
+    if (cudaMalloc((void **)&device, 2 * values * sizeof *device + 16) != cudaSuccess)
         st = bg_fail(err, BG_NOMEM, "%s: out of memory on the GPU", name);
     if (!st) {
         split_halves(w, low, values);
@@ -474,7 +479,8 @@ static bg_linear_part nth(const bg_linear_part *p, size_t stride, int i)
 
 static bg_status plain_biases(bg_cuda *c, bg_experts *e, const bg_experts_spec *spec, bg_error *err)
 {
-    const size_t f = (size_t)e->n_ff, d = (size_t)e->d, n = (size_t)(e->n_experts + e->n_shared);
+    const size_t f = (size_t)e->n_ff, d = (size_t)e->d,
+                 n = (size_t)e->n_experts + (size_t)e->n_shared;
     float *host = calloc(n * (2 * f + d) + 1, sizeof *host), *down = host ? host + n * 2 * f : NULL;
     if (!host) return bg_fail(err, BG_NOMEM, "%s: out of memory", e->name);
     for (size_t i = 0; i < (size_t)e->n_experts; i++) {
@@ -495,7 +501,8 @@ static bg_status plain_experts(bg_cuda *c, bg_experts *e, const bg_experts_spec 
                                bg_error *err)
 {
     const size_t value = c->weights == BGK_F32 ? sizeof(float) : sizeof(uint16_t);
-    const size_t n = (size_t)(e->n_experts + e->n_shared), f = (size_t)e->n_ff, d = (size_t)e->d;
+    const size_t n = (size_t)e->n_experts + (size_t)e->n_shared, f = (size_t)e->n_ff,
+                 d = (size_t)e->d;
     bgk_plain_experts *p = &e->plain;
     p->type = c->weights;
     p->n_ff = e->n_ff;
@@ -548,7 +555,7 @@ static bg_status scratch(bg_cuda *c, const bg_experts *e, bg_error *err)
                        .n_shared = e->n_shared,
                        .tokens = most,
                        .n = 8};
-    const size_t slots = (size_t)(e->n_used + e->n_shared);
+    const size_t slots = (size_t)e->n_used + (size_t)e->n_shared;
     if (!c->tiled) /* rows: the gated activations */
         return at_least(c, &s->rows, &s->rows_size,
                         (size_t)most * slots * (size_t)e->n_ff * sizeof(float), "experts", err);
@@ -640,7 +647,7 @@ static int item_tokens(const bg_experts *e, int tokens)
 {
     const double mean = (double)tokens * e->n_used / e->n_experts;
     if (tokens <= BGK_DIRECT || mean <= 4) return 8;
-    return mean <= 16 ? 32 : mean <= 48 ? 64 : MOST_N;
+    return mean <= 12 ? 16 : mean <= 20 ? 32 : mean <= 48 ? 64 : MOST_N;
 }
 
 static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const bgk_moe *m,

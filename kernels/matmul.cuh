@@ -45,6 +45,7 @@ struct args {
     int stack_format[2], n_first;
     bool second;    /* x is what the first product wrote: its rows are the items' out rows */
     bool list_done; /* by the kernel before the one before: the list may be read at once */
+    bool staged;    /* halves go out through shared memory, in whole lines */
 };
 
 __host__ __device__ constexpr int chunk_bytes(int format)
@@ -518,6 +519,54 @@ __device__ __forceinline__ void write(const float (&acc)[N / 2], const args &a, 
     }
 }
 
+/* stmatrix, transposed: four 8 x 8 matrices of halves; lane l gives the address of column l % 8 of
+ * matrix l / 8. */
+__device__ inline void store_matrices(uint32_t at, const uint32_t (&v)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+__device__ uint32_t limited_pair(float a, float b)
+{
+    const __half2 v = __floats2half2_rn(limit(a), limit(b));
+    return *(const uint32_t *)&v;
+}
+
+/* A whole tile to BGK_HALF_ROWS by way of `stage`, N rows of 128 bytes, whose pieces of 16 lie as
+ * those of BGK_TILES: so that a token's 64 values are written as one line. barrier: the
+ * warpgroup's. */
+template <int N>
+__device__ __forceinline__ void write_lines(const float (&acc)[N / 2], const args &a, const rows &r,
+                                            uint32_t stage, int barrier, int t0, int end, int t)
+{
+    const int w = t / 32, lane = t % 32;
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *d = acc + 4 * (j + i / 2) + 2 * (i % 2);
+            const float s = i % 2 ? r.s1 : r.s0, b = i % 2 ? r.b1 : r.b0;
+            v[i] = limited_pair(fmaf(d[0], s, b), fmaf(d[1], s, b));
+        }
+        const int token = 8 * (j + lane / 16) + lane % 8, piece = 2 * w + lane / 8 % 2;
+        store_matrices(stage + token * 128 + ((piece ^ (token & 7)) << 4), v);
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+    const int piece = t % 8;
+    __half *out = (__half *)a.out + r.out0 + 8 * piece;
+#pragma unroll
+    for (int i = 0; i < N / 16; i++) {
+        const int token = t / 8 + 16 * i;
+        if (t0 + token < end)
+            *(uint4 *)(out + (t0 + token) * a.out_stride) =
+                shared16(stage + token * 128 + ((piece ^ (token & 7)) << 4));
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); /* before it is written again */
+}
+
 /* Where a lane of the bringing warp reads: a tile of weights, or a chunk of tokens. */
 struct source {
     int place, chunk; /* chunk: of the block's share, the first of the stage */
@@ -780,6 +829,14 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             const int at = p.tile + group * RB + b;
             if (at >= a.n_tiles) break; /* those were read a second time, for nobody */
             if (RB > 1 || GROUPED) to = rows_of<GROUPED>(a, p.first + at, at, scale + b * 256, t);
+            if constexpr (GROUPED && N >= 64) {
+                if (a.staged && to.n_rows == 64) {
+                    write_lines<N>(acc[b], a, to,
+                                   scales + SCALE_SLOTS * TILES * 256 + group * N * 128, 2 + group,
+                                   p.out, p.end, t);
+                    continue;
+                }
+            }
             write<N>(acc[b], a, to, at, p.out, p.end, t);
         }
     }
@@ -822,15 +879,25 @@ cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
     if (ready != cudaSuccess) return ready;
     a.w_stride = SC * w_bytes;
     a.stage_bytes = (SC * N * 128 + TILES * a.w_stride + 1023) / 1024 * 1024;
-    a.stages = min(MAX_STAGES, (MOST_SHARED / BLOCKS - 2048 - REST) / (PARTS * a.stage_bytes));
-    if (a.stages < 2)
-        a.stages = min(MAX_STAGES, (MOST_SHARED - 2048 - REST) / (PARTS * a.stage_bytes));
+    int rest = REST;
+    auto stages = [&](int shared) {
+        return min(MAX_STAGES, (shared - 2048 - rest) / (PARTS * a.stage_bytes));
+    };
+    a.staged = GROUPED && N >= 64 && PARTS == 1 && a.layout == BGK_HALF_ROWS &&
+               a.out_stride % 8 == 0 && (uintptr_t)a.out % 16 == 0;
+    if (a.staged) {
+        rest += WGS * N * 128;
+        a.staged = stages(MOST_SHARED / BLOCKS) >= 2;
+    }
+    if (!a.staged) rest = REST;
+    a.stages = stages(MOST_SHARED / BLOCKS);
+    if (a.stages < 2) a.stages = stages(MOST_SHARED);
     if (a.stages < 2) return cudaErrorInvalidConfiguration; /* one is read while one is brought */
     a.row_blocks = (a.n_tiles + TILES - 1) / TILES;
     if (!GROUPED) a.token_blocks = (a.tokens + N - 1) / N;
     return launch_after(kernel, dim3(min(a.row_blocks * a.token_blocks, sm_count() * BLOCKS)),
                         dim3(WGS * PARTS * 128 + 128),
-                        (size_t)PARTS * a.stages * a.stage_bytes + REST + 1024, stream, a);
+                        (size_t)PARTS * a.stages * a.stage_bytes + rest + 1024, stream, a);
 }
 
 /* One tile of rows a block, parts of K side by side. Every format in one kernel (MIXED), and

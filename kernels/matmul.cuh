@@ -74,30 +74,48 @@ struct place {
     int other; /* grouped: its tiles are in the second stack */
 };
 
-/* The item that place number i is of, if there may be one; it may be new to L1. */
+/* Grouped: place number i as i / row_blocks and i % row_blocks, and steps of it. */
+struct cursor {
+    int item, row;
+};
+
+__device__ cursor cursor_of(const args &a, int i)
+{
+    return {i / a.row_blocks, i % a.row_blocks};
+}
+
+__device__ void move(cursor &c, const cursor &step, int row_blocks)
+{
+    c.item += step.item;
+    c.row += step.row;
+    if (c.row >= row_blocks) {
+        c.row -= row_blocks;
+        c.item++;
+    }
+}
+
+/* Item number i, if there may be one; it may be new to L1. */
 template <bool GROUPED> __device__ int4 item_of(const args &a, int i)
 {
     if constexpr (GROUPED)
-        if (i < a.row_blocks * a.token_blocks)
-            return __ldcg((const int4 *)(a.items + i / a.row_blocks));
+        if (i < a.token_blocks) return __ldcg((const int4 *)(a.items + i));
     return {};
 }
 
 template <int N, int TILES, bool GROUPED>
-__device__ place place_of(const args &a, int i, const int4 &v)
+__device__ place place_of(const args &a, int i, const cursor &at, const int4 &v)
 {
     if constexpr (GROUPED) {
         const int expert = v.x & 0xffff;
         const bool direct = !a.second && v.x >> 16;
         const int64_t stride = direct ? a.h_stride : a.x_stride;
         const __half *x = (direct ? a.h : a.x) + (int64_t)(a.second ? v.z : v.y) * 64;
-        return {expert * a.n_tiles, i % a.row_blocks * TILES, v.z, v.z + v.w, x, stride,
-                expert >= a.n_first};
+        return {expert * a.n_tiles, at.row * TILES, v.z, v.z + v.w, x, stride, expert >= a.n_first};
     } else {
-        const int per = GROUP * a.row_blocks, group = i / per, at = i % per;
+        const int per = GROUP * a.row_blocks, group = i / per, in = i % per;
         const int width = min(GROUP, a.token_blocks - group * GROUP);
-        const int token = (group * GROUP + at % width) * N;
-        return {0, at / width * TILES, token, a.tokens, a.x + (int64_t)token * 64, a.x_stride, 0};
+        const int token = (group * GROUP + in % width) * N;
+        return {0, in / width * TILES, token, a.tokens, a.x + (int64_t)token * 64, a.x_stride, 0};
     }
 }
 
@@ -574,16 +592,17 @@ struct source {
     size_t step;      /* from one chunk to the next */
     uint32_t bytes;   /* of a chunk of weights; summed over all tiles: sum */
     uint32_t sum;
-    uint32_t x_bytes;   /* of a chunk of tokens: of an item without those that are not there */
-    int4 item;          /* grouped: of the place to be found next */
+    uint32_t x_bytes; /* of a chunk of tokens: of an item without those that are not there */
+    cursor at;        /* grouped: the place to be found next, and its item */
+    int4 item;
     const float *scale; /* grouped: the tile's */
     int slot;
 };
 
 template <int N, int TILES, bool GROUPED>
-__device__ void find_source(source &s, const args &a, int first_chunk, int step, int lane)
+__device__ void find_source(source &s, const args &a, int first_chunk, const cursor &leap, int lane)
 {
-    const place p = place_of<N, TILES, GROUPED>(a, s.place, s.item);
+    const place p = place_of<N, TILES, GROUPED>(a, s.place, s.at, s.item);
     const int at = tile_of(a, p, lane < TILES ? lane : 0);
     bgk_wtile tile = {};
     if constexpr (GROUPED) {
@@ -607,7 +626,8 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int step,
     s.x_bytes = GROUPED ? (p.end - p.out + 7) / 8 * 1024 : N * 128;
     if constexpr (GROUPED) {
         s.scale = a.row_scale + (int64_t)at * 64;
-        s.item = item_of<GROUPED>(a, s.place + step); /* takes its time: one place ahead */
+        move(s.at, leap, a.row_blocks);
+        s.item = item_of<GROUPED>(a, s.at.item); /* takes its time: one place ahead */
     }
 }
 
@@ -615,11 +635,13 @@ __device__ void find_source(source &s, const args &a, int first_chunk, int step,
  * stage. The first stages' weights go out before the kernel before this one is waited for. */
 template <int N, int TILES, int SC, bool GROUPED>
 __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int step, int n_places,
-                      const int4 &item, uint32_t scales, int lane)
+                      const cursor &at, const cursor &leap, const int4 &item, uint32_t scales,
+                      int lane)
 {
     const int total = (n_places - i0 + step - 1) / step * ((n + SC - 1) / SC);
     source s = {};
     s.place = i0;
+    s.at = at;
     s.item = item;
     auto weights = [&](uint32_t bar, uint32_t to) {
         const int count = min(SC, n - s.chunk);
@@ -643,10 +665,10 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
         s.chunk = 0;
         s.place += step;
         if (GROUPED) s.slot = s.slot == SCALE_SLOTS - 1 ? 0 : s.slot + 1;
-        if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, step, lane);
+        if (s.place < n_places) find_source<N, TILES, GROUPED>(s, a, first_chunk, leap, lane);
     };
     const int ahead = min(a.stages, total);
-    if (total) find_source<N, TILES, GROUPED>(s, a, first_chunk, step, lane);
+    if (total) find_source<N, TILES, GROUPED>(s, a, first_chunk, leap, lane);
     const source begin = s;
     for (int at = 0; at < ahead; at++, advance())
         weights(r.full + 8 * at, r.data + at * a.stage_bytes);
@@ -749,7 +771,12 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (GROUPED && !a.list_done) ptx_wait_prior();
     ptx_let_next_start();
-    int4 item = item_of<GROUPED>(a, blockIdx.x); /* the first; of all in time for its place */
+    cursor at = {}, leap = {};
+    if constexpr (GROUPED) {
+        at = cursor_of(a, blockIdx.x);
+        leap = cursor_of(a, gridDim.x);
+    }
+    int4 item = item_of<GROUPED>(a, at.item); /* the first; of all in time for its place */
     const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
     /* Behind the rings: sums of parts 1.. on their way to the first, then scales. */
     constexpr int SUMS = (PARTS - 1) * WGS * N * 256;
@@ -757,8 +784,8 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     if (g == GROUPS) {
         ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
         if (t / 32 < PARTS)
-            bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, item,
-                                         part ? 0 : scales, t % 32);
+            bring<N, TILES, SC, GROUPED>(a, r, begin, n, blockIdx.x, gridDim.x, n_places, at, leap,
+                                         item, part ? 0 : scales, t % 32);
         return;
     }
     ptx_more_registers<many(GROUPS, BLOCKS, GROUPED)>();
@@ -766,8 +793,11 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     float acc[RB][N / 2];
     int slot = 0;
     for (int i = blockIdx.x; i < n_places; i += gridDim.x) {
-        const place p = place_of<N, TILES, GROUPED>(a, i, item);
-        item = item_of<GROUPED>(a, i + gridDim.x);
+        const place p = place_of<N, TILES, GROUPED>(a, i, at, item);
+        if constexpr (GROUPED) {
+            move(at, leap, a.row_blocks);
+            item = item_of<GROUPED>(a, at.item);
+        }
         const int tile = tile_of(a, p, group * RB);
         const int *format = GROUPED ? &a.stack_format[p.other] : &a.tiles[tile].format;
         rows to;
@@ -826,9 +856,10 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
         }
 #pragma unroll
         for (int b = 0; b < RB; b++) {
-            const int at = p.tile + group * RB + b;
-            if (at >= a.n_tiles) break; /* those were read a second time, for nobody */
-            if (RB > 1 || GROUPED) to = rows_of<GROUPED>(a, p.first + at, at, scale + b * 256, t);
+            const int mine = p.tile + group * RB + b;
+            if (mine >= a.n_tiles) break; /* those were read a second time, for nobody */
+            if (RB > 1 || GROUPED)
+                to = rows_of<GROUPED>(a, p.first + mine, mine, scale + b * 256, t);
             if constexpr (GROUPED && N >= 64) {
                 if (a.staged && to.n_rows == 64) {
                     write_lines<N>(acc[b], a, to,
@@ -837,7 +868,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
                     continue;
                 }
             }
-            write<N>(acc[b], a, to, at, p.out, p.end, t);
+            write<N>(acc[b], a, to, mine, p.out, p.end, t);
         }
     }
 #endif

@@ -30,7 +30,7 @@ check() { # tool, name, command...
 
 [ $# -gt 0 ] || set -- memcheck racecheck
 # racecheck keeps every access: whole steps by the hundred outlast its time and the host's memory.
-too_long() { [ "$1" = racecheck ] && [[ $2 = test_step || $2 = golden ]]; }
+too_long() { [ "$1" = racecheck ] && [[ $2 = test_step || $2 = test_moe || $2 = golden ]]; }
 
 for tool; do
     for t in "$BUILD"/one/test_*; do
@@ -40,6 +40,8 @@ for tool; do
     too_long "$tool" golden || check "$tool" golden "$BUILD/one/golden" native half_cache
     check "$tool" bench "$BUILD/one/batchgen" bench -m tests/golden/models/tiny-llama.q2_k.gguf --device cuda \
         --batch 1,5 -p 40 -g 4
+    check "$tool" bench_dsa "$BUILD/one/batchgen" bench -m tests/golden/models/tiny-dsa.q8_0.gguf --device cuda \
+        --batch 1,3 -p 40 -g 3
 done
 [ -n "${KEEP:-}" ] || rm -rf "$logs"
 exit $failing

@@ -21,7 +21,7 @@ int bg_cuda_splits(int64_t n_tiles, int64_t k)
     return k >= 1024 ? 2 : 1;
 }
 
-enum { W4 = 1 << 0, W6 = 1 << 2 }; /* as bits of bgk_weights.formats */
+enum { W4 = 1 << 0, W6 = 1 << 2, W8 = 1 << 3 }; /* as bits of bgk_weights.formats */
 
 #define SHAPE(s) (1 + BGK_##s)
 
@@ -46,11 +46,17 @@ static const struct {
       [9] = SHAPE(128X4)}},
     /* [6144, 4096], Q4_K */
     {96, 64, 2, W4, {[9] = SHAPE(64X2)}},
-    /* [4096, 4096] and [4096, 14336]: two token tiles of 32 on all multiprocessors beat one of 64
-     * on half of them (8.5 us against 10.0; 27.0 against 35.3, Q6_K 22.7 against 31.7) */
-    {64, 64, 2, W4, {[3] = SHAPE(32X1)}},
-    {64, 224, 2, W4, {[3] = SHAPE(32X1)}},
-    {64, 224, 2, W6, {[3] = SHAPE(32X1)}},
+    /* An eighth of the head of 154,880 tokens over 6,144 values, Q8_0: 33.4 us against 48.2 */
+    {303,
+     96,
+     1,
+     W8,
+     {[0] = SHAPE(8X1),
+      [1] = SHAPE(16X1),
+      [2] = SHAPE(32X1),
+      [4] = SHAPE(128X4),
+      [5] = SHAPE(128X4),
+      [6] = SHAPE(64X4)}},
     /* gate and up, [28672, 4096]: 98.4 us against 110.8 at 192 tokens, 398 against 408 at 1,024 */
     {448, 64, 1, W4, {[6] = SHAPE(64X2), [10] = SHAPE(128X4)}},
 };

@@ -138,7 +138,7 @@ gpu-test: gpu-tests
 	@for t in $(GPU_TESTS); do $$t || exit 1; done
 
 # The same (but test_comm, which forks) and test_golden as single processes, without Criterion, which is what
-# compute-sanitizer gets on with; and kernels with EVERY_LANE (matmul.cu).
+# compute-sanitizer gets on with; and kernels with EVERY_LANE (matmul.cuh).
 ONE_CU := $(patsubst $(BUILD)/%,$(BUILD)/one/%,$(CU_OBJS))
 $(BUILD)/one/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
 	@mkdir -p $(@D)

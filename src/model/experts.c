@@ -11,8 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/rng.h"
-
 enum { MAX_EXPERTS = 512, MAX_WIDTH = 1 << 21 };
 
 /* ---- hyper-parameters ----------------------------------------------------------------------- */
@@ -92,18 +90,6 @@ bg_status bg_hparam_gating(bg_desc *d, const bg_gguf *g, bg_gating def, bg_error
 
 /* ---- weights -------------------------------------------------------------------------------- */
 
-/* Random rows, so that experts are chosen evenly: about normal, of a norm near one. */
-static void random_router(float *w, const bg_desc *d, int layer)
-{
-    for (int64_t i = 0; i < (int64_t)d->n_experts * d->d_model; i++) {
-        const uint64_t r = bg_mix64((uint64_t)layer << 40 | (uint64_t)i);
-        int sum = 0;
-        for (int k = 0; k < 64; k += 8)
-            sum += (int)(r >> k & 255);
-        w[i] = (float)(sum - 1020) * 5e-3f;
-    }
-}
-
 static bg_status load_router(bg_loader *ld, bg_layer *layer, int l, bg_error *err)
 {
     static const bg_role roles[] = {ROLE_ROUTER, ROLE_ROUTER_B, ROLE_CHOICE_B, ROLE_ROUTER_SHEXP};
@@ -117,7 +103,6 @@ static bg_status load_router(bg_loader *ld, bg_layer *layer, int l, bg_error *er
         t[i] = bg_load_find(ld, roles[i], l);
         if (t[i]) st = bg_load_floats(ld, t[i], 0, t[i]->ne[0] * t[i]->ne[1], 0, &v[i], err);
     }
-    if (!st && ld->config->backend->dummy) random_router(v[0], d, l);
     const bg_router_spec spec = {
         .name = name,
         .n_experts = d->n_experts,

@@ -113,14 +113,6 @@ _Static_assert((int)BGK_MLA_TOKENS == BGK_TILE_TOKENS, "tiles of one plan");
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
-{
-    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
-    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
-                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
-                   (long long)cols);
-}
-
 bg_status bg_cuda_freq(bg_cuda *c, const bg_rope *rope, const float **out, bg_error *err)
 {
     const int n = rope->n_rot / 2;
@@ -165,8 +157,8 @@ bg_status bg_cuda_rope_store(bg_backend *b, bg_act *q_out, const bg_act *qkv, co
     const float *freq = NULL;
     bg_status st =
         check_layer(c, p->layer, p->n_kv_heads, p->head_dim, p->v_dim, "rope_store", err);
-    if (!st) st = fits(q_out, c->s.n_rows, q_cols, "rope_store", err);
-    if (!st) st = fits(qkv, c->s.n_rows, cols, "rope_store", err);
+    if (!st) st = bg_cuda_fits(q_out, c->s.n_rows, q_cols, "rope_store", err);
+    if (!st) st = bg_cuda_fits(qkv, c->s.n_rows, cols, "rope_store", err);
     if (!st && p->rope) st = bg_cuda_freq(c, p->rope, &freq, err);
     if (st) return st;
     q_out->layout = c->att.fast ? BGK_HALF_ROWS : BGK_ROWS;
@@ -206,8 +198,8 @@ bg_status bg_cuda_attention(bg_backend *b, bg_act *out, const bg_act *q, const b
     bg_cuda *c = (bg_cuda *)b;
     if (!p->n_heads) return BG_OK;
     bg_status st = check_layer(c, p->layer, p->n_kv_heads, p->head_dim, p->v_dim, "attention", err);
-    if (!st) st = fits(out, c->s.n_rows, (int64_t)p->n_heads * p->v_dim, "attention", err);
-    if (!st) st = fits(q, c->s.n_rows, (int64_t)p->n_heads * p->head_dim, "attention", err);
+    if (!st) st = bg_cuda_fits(out, c->s.n_rows, (int64_t)p->n_heads * p->v_dim, "attention", err);
+    if (!st) st = bg_cuda_fits(q, c->s.n_rows, (int64_t)p->n_heads * p->head_dim, "attention", err);
     if (st) return st;
     const bgk_out to = bg_cuda_out(out);
     const bgk_heads heads = {.layer = p->layer,

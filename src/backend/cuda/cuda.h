@@ -180,6 +180,8 @@ bg_status bg_cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_t ma
                           int64_t cols, bg_error *err);
 bg_status bg_cuda_act_input_new(bg_backend *b, bg_act *a, const char *name, int64_t max_rows,
                                 int64_t cols, bg_error *err);
+/* BG_INTERNAL, naming the op, unless a has so many rows and columns. */
+bg_status bg_cuda_fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err);
 bgk_out bg_cuda_out(const bg_act *a); /* the buffer as kernels take it */
 bool bg_cuda_fuses_glu(const bg_backend *b);
 bg_status bg_cuda_vec_new(bg_backend *b, bg_vec *v, const char *name, const float *host, int64_t n,

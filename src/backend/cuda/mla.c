@@ -13,14 +13,6 @@ enum { PARTS_BYTES = 80 << 20 };
 /* For scores of the indexer, a slice of the step's rows at a time. */
 enum { SCORES_BYTES = 64 << 20 };
 
-static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
-{
-    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
-    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
-                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
-                   (long long)cols);
-}
-
 /* ---- the cache ------------------------------------------------------------------------------- */
 
 /* Room for the scores of so many rows. */
@@ -111,8 +103,8 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
     bgk_rotation rope;
     const int64_t cols = (int64_t)p->q_rank + p->kv_rank + p->rope->n_rot;
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->rope->n_rot, "mla_store", err);
-    if (!st && p->q_rank) st = fits(qa, c->s.n_rows, p->q_rank, "mla_store", err);
-    if (!st) st = fits(in, c->s.n_rows, cols, "mla_store", err);
+    if (!st && p->q_rank) st = bg_cuda_fits(qa, c->s.n_rows, p->q_rank, "mla_store", err);
+    if (!st) st = bg_cuda_fits(in, c->s.n_rows, cols, "mla_store", err);
     if (!st) st = rotation_of(c, p->rope, &rope, err);
     if (st) return st;
     const bgk_out out = p->q_rank ? bg_cuda_out(qa) : (bgk_out){0};
@@ -174,9 +166,11 @@ bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat,
                  .scale = p->scale,
                  .cache = c->cache};
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->n_rot, "mla_attention", err);
-    if (!st) st = fits(out, rows, cols, "mla_attention", err);
-    if (!st) st = fits(q_lat, rows, cols, "mla_attention", err);
-    if (!st) st = fits(q, rows, (int64_t)p->n_heads * (p->nope + p->n_rot), "mla_attention", err);
+    if (!st) st = bg_cuda_fits(out, rows, cols, "mla_attention", err);
+    if (!st) st = bg_cuda_fits(q_lat, rows, cols, "mla_attention", err);
+    if (!st)
+        st =
+            bg_cuda_fits(q, rows, (int64_t)p->n_heads * (p->nope + p->n_rot), "mla_attention", err);
     if (!st && p->selected && !c->index.n_layers)
         st = bg_fail(err, BG_INTERNAL, "op mla_attention: selected keys without an indexer");
     if (!st) st = rotation_of(c, p->rope, &a.rope, err);
@@ -239,8 +233,8 @@ bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const
                    .k_norm_b = p->k_norm_b ? p->k_norm_b->data : NULL,
                    .eps = p->norm_eps,
                    .scale = p->scale};
-    bg_status st = fits(iq, c->s.n_rows, (int64_t)p->n_heads * p->dim, "index", err);
-    if (!st) st = fits(ik, c->s.n_rows, (int64_t)p->dim + p->n_heads, "index", err);
+    bg_status st = bg_cuda_fits(iq, c->s.n_rows, (int64_t)p->n_heads * p->dim, "index", err);
+    if (!st) st = bg_cuda_fits(ik, c->s.n_rows, (int64_t)p->dim + p->n_heads, "index", err);
     if (!st) st = rotation_of(c, p->rope, &a.rope, err);
     if (!st) st = index_scratch(c, p->n_heads, err);
     if (st) return st;

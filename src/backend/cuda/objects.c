@@ -92,6 +92,14 @@ bg_status bg_cuda_act_new(bg_backend *b, bg_act *a, const char *name, int64_t ma
     return st;
 }
 
+bg_status bg_cuda_fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
+{
+    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
+    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
+                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
+                   (long long)cols);
+}
+
 /* Rows of BGK_TILES with room for max_rows. */
 static int64_t tile_stride(int64_t max_rows)
 {

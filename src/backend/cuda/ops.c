@@ -1,19 +1,11 @@
 /* The ops of a forward pass as calls of kernels. */
 #include "backend/cuda/cuda.h"
 
-static bg_status fits(const bg_act *a, int64_t rows, int64_t cols, const char *op, bg_error *err)
-{
-    if (rows <= a->max_rows && cols <= a->cols) return BG_OK;
-    return bg_fail(err, BG_INTERNAL, "op %s: %s is [%lld, %lld], [%lld, %lld] are needed", op,
-                   a->name, (long long)a->max_rows, (long long)a->cols, (long long)rows,
-                   (long long)cols);
-}
-
 bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float scale,
                         bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(out, c->s.n_rows, e->cols, "embed", err);
+    bg_status st = bg_cuda_fits(out, c->s.n_rows, e->cols, "embed", err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_embed(out->data, out->cols, e->data, c->weights, c->ids, scale,
@@ -25,8 +17,8 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
                            int n_rows, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(out, n_rows, w->n, "rms_norm", err);
-    if (!st) st = fits(x, n_rows, w->n, "rms_norm", err);
+    bg_status st = bg_cuda_fits(out, n_rows, w->n, "rms_norm", err);
+    if (!st) st = bg_cuda_fits(x, n_rows, w->n, "rms_norm", err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(
@@ -38,8 +30,8 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
 bg_status bg_cuda_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(y, c->s.n_rows, x->cols, "add", err);
-    if (!st) st = fits(x, c->s.n_rows, x->cols, "add", err);
+    bg_status st = bg_cuda_fits(y, c->s.n_rows, x->cols, "add", err);
+    if (!st) st = bg_cuda_fits(x, c->s.n_rows, x->cols, "add", err);
     if (st) return st;
     return bg_cuda_done(
         err, bgk_add(x->data, x->cols, y->data, y->cols, c->s.n_rows, (int)x->cols, c->stream),
@@ -50,9 +42,9 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
                                const bg_vec *w, float eps, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(out, c->s.n_rows, w->n, "add_rms_norm", err);
-    if (!st) st = fits(x, c->s.n_rows, w->n, "add_rms_norm", err);
-    if (!st) st = fits(y, c->s.n_rows, w->n, "add_rms_norm", err);
+    bg_status st = bg_cuda_fits(out, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (!st) st = bg_cuda_fits(x, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (!st) st = bg_cuda_fits(y, c->s.n_rows, w->n, "add_rms_norm", err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(err,
@@ -65,9 +57,9 @@ bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y
                                 const bg_vec *post, const bg_vec *w, float eps, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(out, c->s.n_rows, w->n, "norm_add_norm", err);
-    if (!st) st = fits(x, c->s.n_rows, w->n, "norm_add_norm", err);
-    if (!st) st = fits(y, c->s.n_rows, w->n, "norm_add_norm", err);
+    bg_status st = bg_cuda_fits(out, c->s.n_rows, w->n, "norm_add_norm", err);
+    if (!st) st = bg_cuda_fits(x, c->s.n_rows, w->n, "norm_add_norm", err);
+    if (!st) st = bg_cuda_fits(y, c->s.n_rows, w->n, "norm_add_norm", err);
     if (!st && post->n != w->n)
         st = bg_fail(err, BG_INTERNAL, "op norm_add_norm: %s has %lld weights, %s %lld", post->name,
                      (long long)post->n, w->name, (long long)w->n);
@@ -135,8 +127,8 @@ bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const b
                          int n_rows, bg_error *err)
 {
     const bgk_out o = bg_cuda_out(out);
-    bg_status st = fits(out, n_rows, l->n_rows, "linear", err);
-    if (!st) st = fits(x, n_rows, l->n_in, "linear", err);
+    bg_status st = bg_cuda_fits(out, n_rows, l->n_rows, "linear", err);
+    if (!st) st = bg_cuda_fits(x, n_rows, l->n_in, "linear", err);
     return st ? st : run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
 }
 
@@ -157,8 +149,8 @@ bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, con
 {
     bg_cuda *c = (bg_cuda *)b;
     const int n_rows = c->s.n_rows;
-    bg_status st = fits(x, n_rows, l->k, "linear_glu", err);
-    if (!st) st = fits(out, n_rows, l->tiles.n_ff, "linear_glu", err);
+    bg_status st = bg_cuda_fits(x, n_rows, l->k, "linear_glu", err);
+    if (!st) st = bg_cuda_fits(out, n_rows, l->tiles.n_ff, "linear_glu", err);
     if (st || !n_rows) return st;
     const bgk_out o = bg_cuda_out(out), in = bg_cuda_out(x);
     if (bg_cuda_fast_serves(l, NULL, n_rows))
@@ -171,8 +163,8 @@ bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_
                       bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
-    if (!st) st = fits(out, c->s.n_rows, out->cols, "glu", err);
+    bg_status st = bg_cuda_fits(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
+    if (!st) st = bg_cuda_fits(out, c->s.n_rows, out->cols, "glu", err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_glu(out->data, out->cols, gate_up->data, gate_up->cols, FNS[fn],
@@ -189,7 +181,7 @@ bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 bg_status bg_cuda_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bg_status st = fits(out, c->s.n_out, x->cols, "gather_out", err);
+    bg_status st = bg_cuda_fits(out, c->s.n_out, x->cols, "gather_out", err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_gather(out->data, out->cols, x->data, x->cols, c->out_row, c->s.n_out,
@@ -206,7 +198,7 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
     if (head->n_rows != own)
         return bg_fail(err, BG_INTERNAL, "op logits: the head has %d rows, not %lld", head->n_rows,
                        (long long)own);
-    bg_status st = fits(x, c->s.n_out, head->k, "logits", err);
+    bg_status st = bg_cuda_fits(x, c->s.n_out, head->k, "logits", err);
     c->has_logits = true;
     if (st || !c->s.n_out) return st;
     bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};

@@ -101,9 +101,9 @@ $(BUILD)/%.o: %.c
 
 $(CUDA_OBJS): CPPFLAGS += -Ikernels -isystem $(CUDA_HOME)/include
 $(CUDA_OBJS): CFLAGS += -fPIC -fvisibility=hidden
-$(BUILD)/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
+$(BUILD)/kernels/%.o: kernels/%.cu
 	@mkdir -p $(@D)
-	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<
+	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -MMD -MP -c -o $@ $<
 
 $(BUILD)/libbatchgen_cuda.so: $(CU_OBJS) $(CUDA_OBJS)
 	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^ -ljansson

@@ -177,6 +177,11 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
+/* ---- few.cu: bgk_matmul()'s BGK_8W; it has checked what that says ---- */
+bool bgk_few_fits(const bgk_weights *w, int tokens);
+cudaError_t bgk_few(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                    int tokens, bgk_act fn, cudaStream_t stream);
+
 /* ---- moe.cu, experts.cu: mixture of experts
  * ------------------------------------------------------
  */
@@ -246,7 +251,8 @@ static inline int64_t bgk_moe_counts(const bgk_moe *m)
 }
 cudaError_t bgk_moe_plan(const bgk_moe *m, cudaStream_t stream);
 /* x's rows become h's of `groups` groups of 64 columns, both BGK_TILES; nothing to do up to
- * BGK_DIRECT tokens. */
+ * BGK_DIRECT tokens. h was there before the kernel before this one let others start, as it is
+ * right after bgk_moe_plan(). */
 cudaError_t bgk_moe_gather(const bgk_out *x, const bgk_out *h, const bgk_moe *m, int groups,
                            cudaStream_t stream);
 /* bgk_matmul() of each expert with its rows. w: n_tiles is one expert's, row_scale and bias are of
@@ -259,10 +265,32 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
                            cudaStream_t stream);
 /* out[t, c] = sum over j, in order, of route[t]'s weight j times rows[pos[t, j], c], + the shared
  * experts' rows in order, + route's last weight times add[t, c] (NULL: nothing). rows: halves,
- * rows_cols of them from row to row. out == add is allowed. */
+ * rows_cols of them from row to row. out == add is allowed. route and pos were there before the
+ * kernel before this one let others start, as they are after bgk_moe_matmul() twice. */
 cudaError_t bgk_moe_combine(float *out, int64_t out_cols, const void *rows, int64_t rows_cols,
                             const float *add, int64_t add_cols, const bgk_moe *m, int cols,
                             cudaStream_t stream);
+
+/* ---- few_moe.cu: all of it for up to BGK_MOE_FEW tokens, bit for bit ----
+ * Where experts come from: parts not NULL: what bgk_route() makes of them, in which r has no
+ * groups; it is written to route. Else from route, of r.n_experts experts; complete before the
+ * kernel before this lets the next one start, or that kernel's own work. */
+enum { BGK_MOE_FEW = 4 };
+typedef struct bgk_moe_choice {
+    const float *parts;
+    int64_t parts_cols;
+    int n_parts;
+    bgk_router r;
+    float *route;
+    int64_t route_cols;
+} bgk_moe_choice;
+bool bgk_moe_few_fits(const bgk_weights *gate_up, const bgk_weights *down, const bgk_moe *m);
+/* out as bgk_moe_combine(). act: scratch, BGK_TILES of gate_up->n_ff columns and 8 (n_used +
+ * n_shared) rows. Of m: n_experts, n_used, n_shared and tokens. */
+cudaError_t bgk_moe_few(float *out, int64_t out_cols, const bgk_weights *gate_up,
+                        const bgk_weights *down, const bgk_out *act, const bgk_out *h,
+                        const bgk_moe_choice *choice, const float *add, int64_t add_cols,
+                        const bgk_moe *m, bgk_act fn, cudaStream_t stream);
 
 /* The plain form: weights [n_experts + n_shared, 2 n_ff, k_padded] (gate, up) and [.., cols,
  * ff_padded] of type F32 or F16, biases [.., 2 n_ff] and [.., cols] or NULL; x float32 [tokens, k].
@@ -461,6 +489,16 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
                           const float *q_norm, const float *kv_norm, float eps,
                           const bgk_rotation *rope, cudaStream_t stream);
 
+/* With out = qa w^T, for up to BGK_STORE_LINEAR rows in one launch: the same bits. in, qa and out
+ * as there; qa is BGK_TILES. */
+enum { BGK_STORE_LINEAR = 4 };
+bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows);
+cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
+                                 const float *in, int64_t in_cols, const bgk_cache *cache,
+                                 const bgk_rows *r, int layer, int q_rank, const float *q_norm,
+                                 const float *kv_norm, float eps, const bgk_rotation *rope,
+                                 cudaStream_t stream);
+
 typedef struct bgk_mla {
     bgk_out q_lat; /* [rows, n_heads * v_dim] */
     bgk_out q;     /* [rows, n_heads * (nope + n_rot)], the last n_rot of a head not rotated yet */
@@ -480,13 +518,14 @@ typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
 cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *r,
                           const bgk_selected *s, cudaStream_t stream);
 /* On tensor cores, where bgk_mla_fits(): q_lat BGK_HALF_ROWS, q BGK_TILES. Keys (those of the list)
- * are taken 64 at a time into units of 128 from the first on, each with its own softmax; units are
- * merged in their order. So all of these, however work is spread, give a row the same bits.
- * _single: n items of one token, as bgk_attention_single() has them; parts (at most parts_bytes,
- * zero before the first use, of one stream): item i has pos / BGK_MLA_UNIT + 1 from items[i].n on,
- * n_heads * (v_dim + 2) floats each. _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all
- * rows of r, one by one. Grids depend on n, r->rows and n_sms. */
-enum { BGK_MLA_UNIT = 128, BGK_MLA_TOKENS = 128 };
+ * are taken in units of 64 from the first on, each with its own softmax; units are merged in their
+ * order. So all of these, however work is spread, give a row the same bits.
+ * _single: n items of one token, as bgk_attention_single() has them, but for n, which is not looked
+ * at; parts: parts_bytes of scratch of one stream, all zero before the first use and after every
+ * one. Keys before an item's position, tables and items were there before the kernel before this
+ * one let others start. _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one
+ * by one. Grids depend on n, r->rows and n_sms. */
+enum { BGK_MLA_UNIT = 64, BGK_MLA_TOKENS = 128 };
 cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
                            const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,
                            cudaStream_t stream);
@@ -523,6 +562,14 @@ cudaError_t bgk_index_scores(float *scores, int64_t stride, const bgk_index *a, 
  * where there are no more. */
 cudaError_t bgk_index_select(int32_t *list, int32_t *count, const float *scores, int64_t stride,
                              const bgk_rows *r, int row0, int n, int top_k, cudaStream_t stream);
+/* All three for rows [row0, row0 + n), each the only one of its sequence in the step: the same
+ * bits. scores: as above, left as it is by rows that do without. cudaErrorNotSupported where it is
+ * not there: before compute capability 9.0, where scores are not on tensor cores, iq not BGK_ROWS.
+ */
+cudaError_t bgk_index_rows(int32_t *list, int32_t *count, float *scores, int64_t stride,
+                           const bgk_index *a, const bgk_out *iq, const float *ik, int64_t ik_cols,
+                           const bgk_rows *r, int row0, int n, int top_k, int max_ctx, int n_sms,
+                           cudaStream_t stream);
 
 /* ---- sample.cu -------------------------------------------------------------------------------
  * A slot's bg_sampling (backend/ops.h), on the device. */
@@ -617,6 +664,11 @@ cudaError_t bgk_sum_peers_norm(const bgk_out *out, float *x, int64_t x_cols, con
                                const bgk_peers *p, cudaStream_t stream);
 /* Takes so long on the stream, and does nothing. */
 cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream);
+/* bgk_sum_peers_norm() of a rank that is alone: waits so long for n_ranks - 1 others, who add
+ * nothing. */
+cudaError_t bgk_stand_in_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
+                              int64_t y_cols, const float *w, float eps, int rows, int cols,
+                              int n_ranks, int64_t ns, cudaStream_t stream);
 /* For tests of failures: a kernel that writes to an address that is none, or (hang) one that runs
  * until *never is not 0. */
 cudaError_t bgk_fault(bool hang, const int *never, cudaStream_t stream);

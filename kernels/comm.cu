@@ -426,6 +426,63 @@ __global__ void stand_in(int64_t ns)
     while ((int64_t)(now - start) < ns);
 }
 
+/* sum_norm_lines, with a wait for what would come; nothing is sent. */
+template <int EACH>
+__global__ void __launch_bounds__(NORM_PART)
+    stand_in_norm(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols,
+                  const float *w, float eps, int cols, int pieces, int64_t ns)
+{
+#if __CUDA_ARCH__ >= 900
+    namespace cg = cooperative_groups;
+    const cg::cluster_group cluster = cg::this_cluster();
+    const int threads = gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = blockIdx.z;
+    const float *yr = y + row * y_cols;
+    float *xr = x + row * x_cols;
+    float4 a[EACH], b[EACH];
+    float squares = 0;
+    unsigned long long start, now;
+    __shared__ float part[NORM_WARPS];
+    ptx_let_next_start();
+    if (blockIdx.y > 0) return; /* whole clusters */
+    cluster.barrier_arrive();   /* part may be written once all blocks are there */
+    ptx_wait_prior();
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)::"memory");
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(me + i * threads);
+        a[i] = load4<true>(yr, col, cols);
+        b[i] = load4<true>(yr, col + 32, cols);
+    }
+    do
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+    while ((int64_t)(now - start) < ns);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(me + i * threads);
+        a[i] = load4<true>(xr, col, cols) + a[i];
+        b[i] = load4<true>(xr, col + 32, cols) + b[i];
+        store4<true>(xr, col, cols, a[i]);
+        store4<true>(xr, col + 32, cols, b[i]);
+        squares = add_squares(add_squares(squares, a[i]), b[i]);
+    }
+    squares = warp_sum(squares);
+    cluster.barrier_wait();
+    if (threadIdx.x % 32 < gridDim.x)
+        cluster.map_shared_rank(part, threadIdx.x % 32)[me / 32] = squares;
+    cluster.sync();
+    const float f = 1.0f / sqrtf(sum_of_warps(part, threads / 32) / (float)cols + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int u = me + i * threads, col = piece_col(u);
+        if (u < pieces)
+            put_piece<true, true>(out, row, u, cols,
+                                  scaled(a[i], f, load4<true>(w, col, cols), col, cols),
+                                  scaled(b[i], f, load4<true>(w, col + 32, cols), col + 32, cols));
+    }
+#endif
+}
+
 /* ---- faults for tests ------------------------------------------------------------------------ */
 
 __global__ void write_nowhere()
@@ -580,6 +637,35 @@ cudaError_t bgk_sum_peers_norm(const bgk_out *out, float *x, int64_t x_cols, con
                             : (each == 1 ? sum_norm_lines<8, 1> : sum_norm_lines<8, 2>);
     return cudaLaunchKernelEx(&config, kernel, *out, x, x_cols, y, y_cols, w, eps, cols, pieces,
                               *p);
+}
+
+/* Launched as bgk_sum_peers_norm() is. */
+cudaError_t bgk_stand_in_norm(const bgk_out *out, float *x, int64_t x_cols, const float *y,
+                              int64_t y_cols, const float *w, float eps, int rows, int cols,
+                              int n_ranks, int64_t ns, cudaStream_t stream)
+{
+    if (!bgk_sum_peers_norm_fits(rows, cols) || out->layout != BGK_TILES ||
+        out->stride % BGK_TILE_ROWS || (uintptr_t)out->data % 1024 || !aligned(x) || !aligned(y) ||
+        !aligned(w) || x_cols % 4 || y_cols % 4 || n_ranks < 2 || n_ranks > BGK_MAX_PEERS)
+        return cudaErrorInvalidValue;
+    int each;
+    const int pieces = pieces_of(cols, &each);
+    const unsigned threads = norm_threads(pieces, each), blocks = norm_blocks(threads);
+    const unsigned senders = n_ranks - 1 < NORM_SENDERS ? n_ranks - 1 : NORM_SENDERS;
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = blocks;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks, senders, (unsigned)rows);
+    config.blockDim = threads / blocks;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, each == 1 ? stand_in_norm<1> : stand_in_norm<2>, *out, x,
+                              x_cols, y, y_cols, w, eps, cols, pieces, ns);
 }
 
 cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream)

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(NORM_BLOCK)
     constexpr bool W_EARLY = EACH == 1 || EACH == 2; /* weights while the kernel before ends */
     constexpr int KEPT = EACH ? EACH : 1;
     const int row = blockIdx.x, step = blockDim.x;
-    float4 a[KEPT], b[KEPT], wa[KEPT], wb[KEPT];
+    float4 a[KEPT], b[KEPT], ya[KEPT], yb[KEPT], wa[KEPT], wb[KEPT];
     float *xr = x + row * x_cols;
     const float *yr = y ? y + row * y_cols : nullptr;
     float sum = 0;
@@ -77,8 +77,24 @@ __global__ void __launch_bounds__(NORM_BLOCK)
     }
     ptx_wait_prior();
 #pragma unroll
+    for (int i = 0; i < EACH; i++) { /* all loads before the first store, which could change them */
+        const int col = piece_col(threadIdx.x + i * step);
+        a[i] = load4<VEC>(xr, col, cols);
+        b[i] = load4<VEC>(xr, col + 32, cols);
+        if (yr) {
+            ya[i] = load4<VEC>(yr, col, cols);
+            yb[i] = load4<VEC>(yr, col + 32, cols);
+        }
+    }
+#pragma unroll
     for (int i = 0; i < EACH; i++) {
-        take_piece<VEC>(xr, yr, threadIdx.x + i * step, cols, &a[i], &b[i]);
+        const int col = piece_col(threadIdx.x + i * step);
+        if (yr) {
+            a[i] = a[i] + ya[i];
+            b[i] = b[i] + yb[i];
+            store4<VEC>(xr, col, cols, a[i]);
+            store4<VEC>(xr, col + 32, cols, b[i]);
+        }
         sum = add_squares(add_squares(sum, a[i]), b[i]);
     }
     for (int u = threadIdx.x; EACH == 0 && u < pieces; u += step) {

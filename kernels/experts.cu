@@ -4,13 +4,14 @@
  * Requires: bgk.h; sm_90a (elsewhere the launcher says cudaErrorNotSupported).
  *
  * Launch: as matmul.cu; blocks go over places whose number they read on the device, so that a graph
- * serves any routing.
+ * serves any routing. The second product of few tokens and chunks: experts_few.cu.
  *
  * Order: as matmul.cu: the shape of the weights alone sets it.
  *
  * Traffic: an expert's weights once per item, rows of x once per block of rows.
  *
  * Proof: tests/gpu/test_moe.c. (EVERY_LANE: matmul.cuh.) */
+#include "experts_few.cuh"
 #include "matmul.cuh"
 
 namespace
@@ -72,6 +73,10 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
     const int64_t most = bgk_moe_items(m);
     if (!m->tokens || !most) return cudaSuccess;
     if (most > INT32_MAX / w->n_tiles) return cudaErrorInvalidValue;
+    if (!h) {
+        const cudaError_t st = bgk_experts_few(out, w, x, m, list_done, stream);
+        if (st != cudaErrorNotSupported) return st;
+    }
     args a = {};
     for (int i = 0; i < 2; i++) {
         a.stack[i] = (const char *)w->stack[i];

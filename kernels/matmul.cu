@@ -96,23 +96,12 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!tokens) return cudaSuccess;
     const int w_bytes = largest_chunk(w->formats);
-    shape = within(shape, w->block_tiles);
-    args a = {};
-    a.tiles = w->tiles;
-    a.row_scale = w->row_scale;
-    a.bias = w->bias;
-    a.x = (const __half *)x;
-    a.x_stride = x_stride;
-    a.out = out->data;
-    a.out_stride = out->stride;
-    a.n_tiles = w->n_tiles;
-    a.n_chunks = w->n_chunks;
-    a.splits = w->splits;
-    a.tokens = tokens;
-    a.n_ff = w->n_ff;
-    a.fn = fn;
-    a.layout = out->layout;
-    a.n_out = w->n_out;
+    if (shape != BGK_8W) shape = within(shape, w->block_tiles);
+    if (shape == BGK_8W) {
+        if (bgk_few_fits(w, tokens)) return bgk_few(out, w, x, x_stride, tokens, fn, stream);
+        shape = BGK_8X1;
+    }
+    const args a = args_of(out, w, x, x_stride, tokens, fn);
     switch (w->formats) {
     case 1u << BGK_W4:
         return launch_shape<1u << BGK_W4>(a, w_bytes, shape, stream);
@@ -142,6 +131,7 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
 {
     const bool few = w->n_tiles < 2 * sm_count();
     const int blocks = w->n_tiles * ((tokens + 63) / 64);
+    if (tokens <= 8 && w->n_tiles < 4 * sm_count()) return BGK_8W;
     if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
     if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
     if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;
@@ -149,7 +139,7 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
      * Q4_K 8.5 us against 10.0, [4096, 14336] 27.0 against 35.3, [2624, 6144] Q8_0 12.1
      * against 13.5. */
     if (tokens <= 64 && 2 * w->n_tiles <= sm_count()) return BGK_32X1;
-    if (w->splits == 2 && blocks <= sm_count()) return BGK_64X1; /* its parts side by side */
+    if (w->splits > 1 && blocks <= sm_count()) return BGK_64X1; /* its parts side by side */
     if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
     const int small = rounds(blocks, 2 * sm_count());
     const int large = rounds((w->n_tiles + 1) / 2 * ((tokens + 127) / 128), sm_count());

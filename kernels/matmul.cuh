@@ -160,8 +160,18 @@ __device__ uint32_t shared4(uint32_t at)
     return v;
 }
 
-/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it. at:
- * the chunk in shared memory, t: the thread's number in its warpgroup. */
+/* ORDERED: stays where it is among other instructions that may not move, such as mma. */
+template <bool ORDERED> __device__ uint32_t half_fma(uint32_t q, uint32_t s, uint32_t m)
+{
+    if (!ORDERED) return hfma2(q, s, m);
+    uint32_t v;
+    asm volatile("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(q), "r"(s), "r"(m));
+    return v;
+}
+
+/* What a thread reads of a chunk of 64 columns of 64 rows, and the A operands it makes of it, for
+ * one step of 16 columns or for all. at: the chunk in shared memory, t: the thread's number in its
+ * warpgroup. */
 template <bgk_format F> struct raw;
 
 template <> struct raw<BGK_W4> {
@@ -171,16 +181,13 @@ template <> struct raw<BGK_W4> {
         q = shared16(at + 16 * t);
         sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
     }
-    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    template <bool ORDERED> __device__ void step(uint32_t (&a)[4], int s) const
     {
-        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            a[s][0] = hfma2(word[s] & 0x000f000f, sm.x, sm.y);
-            a[s][1] = hfma2(word[s] & 0x00f000f0, sm.z, sm.w);
-            a[s][2] = hfma2(word[s] >> 8 & 0x000f000f, sm.x, sm.y);
-            a[s][3] = hfma2(word[s] >> 8 & 0x00f000f0, sm.z, sm.w);
-        }
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w}, up = word[s] >> 8;
+        a[0] = half_fma<ORDERED>(word[s] & 0x000f000f, sm.x, sm.y);
+        a[1] = half_fma<ORDERED>(word[s] & 0x00f000f0, sm.z, sm.w);
+        a[2] = half_fma<ORDERED>(up & 0x000f000f, sm.x, sm.y);
+        a[3] = half_fma<ORDERED>(up & 0x00f000f0, sm.z, sm.w);
     }
 };
 
@@ -193,17 +200,17 @@ template <> struct raw<BGK_W5> {
         sm = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
         fifth = shared4(at + 2560 + 4 * t);
     }
-    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    template <bool ORDERED> __device__ void step(uint32_t (&a)[4], int s) const
     {
-        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const uint32_t w = word[s], up = word[s] >> 8;
-            a[s][0] = hfma2((w & 0x000f000f) | (fifth >> s & 0x00100010), sm.x, sm.y);
-            a[s][1] = hfma2((w & 0x00f000f0) | (fifth >> s & 0x01000100), sm.z, sm.w);
-            a[s][2] = hfma2((up & 0x000f000f) | (fifth << (4 - s) & 0x00100010), sm.x, sm.y);
-            a[s][3] = hfma2((up & 0x00f000f0) | (fifth >> (4 + s) & 0x01000100), sm.z, sm.w);
-        }
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w}, w = word[s], up = word[s] >> 8;
+        const uint32_t bits[4] = {(w & 0x000f000f) | (fifth >> s & 0x00100010),
+                                  (w & 0x00f000f0) | (fifth >> s & 0x01000100),
+                                  (up & 0x000f000f) | (fifth << (4 - s) & 0x00100010),
+                                  (up & 0x00f000f0) | (fifth >> (4 + s) & 0x01000100)};
+        a[0] = half_fma<ORDERED>(bits[0], sm.x, sm.y);
+        a[1] = half_fma<ORDERED>(bits[1], sm.z, sm.w);
+        a[2] = half_fma<ORDERED>(bits[2], sm.x, sm.y);
+        a[3] = half_fma<ORDERED>(bits[3], sm.z, sm.w);
     }
 };
 
@@ -216,23 +223,23 @@ template <> struct raw<BGK_W6> {
         sc = shared16(at + 2048 + 16 * (t / 32 * 8 + t % 32 / 4));
         upper = shared8(at + 2560 + 8 * t);
     }
-    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    template <bool ORDERED> __device__ void step(uint32_t (&a)[4], int s) const
     {
-        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
         /* -32 as a half subnormal: r0's quants count 2^-24, r1's 2^-20 */
         const uint32_t low = 0x80208020, high = 0x82008200;
-        const uint32_t s0[2] = {sc.x, sc.y}, s1[2] = {sc.z, sc.w};
-        const uint32_t m0[2] = {hmul2(sc.x, low), hmul2(sc.y, low)};
-        const uint32_t m1[2] = {hmul2(sc.z, high), hmul2(sc.w, high)};
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const uint32_t u = s < 2 ? upper.x : upper.y, w = word[s], up = word[s] >> 8;
-            const int e = s % 2 * 2, j = s / 2;
-            a[s][0] = hfma2((w & 0x000f000f) | (u >> e & 0x00300030), s0[j], m0[j]);
-            a[s][1] = hfma2((w & 0x00f000f0) | (u >> e & 0x03000300), s1[j], m1[j]);
-            a[s][2] = hfma2((up & 0x000f000f) | (u << (4 - e) & 0x00300030), s0[j], m0[j]);
-            a[s][3] = hfma2((up & 0x00f000f0) | (u >> (4 + e) & 0x03000300), s1[j], m1[j]);
-        }
+        const uint32_t s0 = s < 2 ? sc.x : sc.y, s1 = s < 2 ? sc.z : sc.w;
+        const uint32_t m0 = hmul2(s0, low), m1 = hmul2(s1, high);
+        const uint32_t word[4] = {q.x, q.y, q.z, q.w}, w = word[s], up = word[s] >> 8;
+        const uint32_t u = s < 2 ? upper.x : upper.y;
+        const int e = s % 2 * 2;
+        const uint32_t bits[4] = {(w & 0x000f000f) | (u >> e & 0x00300030),
+                                  (w & 0x00f000f0) | (u >> e & 0x03000300),
+                                  (up & 0x000f000f) | (u << (4 - e) & 0x00300030),
+                                  (up & 0x00f000f0) | (u >> (4 + e) & 0x03000300)};
+        a[0] = half_fma<ORDERED>(bits[0], s0, m0);
+        a[1] = half_fma<ORDERED>(bits[1], s1, m1);
+        a[2] = half_fma<ORDERED>(bits[2], s0, m0);
+        a[3] = half_fma<ORDERED>(bits[3], s1, m1);
     }
 };
 
@@ -245,18 +252,16 @@ template <> struct raw<BGK_W8> {
         hi = shared16(at + 2048 + 16 * t);
         sc = shared8(at + 4096 + 8 * (t / 32 * 8 + t % 32 / 4));
     }
-    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    template <bool ORDERED> __device__ void step(uint32_t (&a)[4], int s) const
     {
         const uint32_t word[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
         const uint32_t offset = 0x80808080; /* -128 x 2^-24 twice */
         const uint32_t m0 = hmul2(sc.x, offset), m1 = hmul2(sc.y, offset);
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            a[s][0] = hfma2(word[2 * s] & 0x00ff00ff, sc.x, m0);
-            a[s][1] = hfma2(word[2 * s] >> 8 & 0x00ff00ff, sc.y, m1);
-            a[s][2] = hfma2(word[2 * s + 1] & 0x00ff00ff, sc.x, m0);
-            a[s][3] = hfma2(word[2 * s + 1] >> 8 & 0x00ff00ff, sc.y, m1);
-        }
+        const uint32_t w = word[2 * s], v = word[2 * s + 1];
+        a[0] = half_fma<ORDERED>(w & 0x00ff00ff, sc.x, m0);
+        a[1] = half_fma<ORDERED>(__byte_perm(w, 0, 0x4341), sc.y, m1);
+        a[2] = half_fma<ORDERED>(v & 0x00ff00ff, sc.x, m0);
+        a[3] = half_fma<ORDERED>(__byte_perm(v, 0, 0x4341), sc.y, m1);
     }
 };
 
@@ -267,18 +272,22 @@ template <> struct raw<BGK_W16> {
         at = from;
         thread = t;
     }
-    __device__ void dequantise(uint32_t (&a)[4][4]) const
+    template <bool ORDERED> __device__ void step(uint32_t (&a)[4], int s) const
     {
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const uint4 v = shared16(at + 2048 * s + 16 * thread);
-            a[s][0] = v.x;
-            a[s][1] = v.y;
-            a[s][2] = v.z;
-            a[s][3] = v.w;
-        }
+        const uint4 v = shared16(at + 2048 * s + 16 * thread);
+        a[0] = v.x;
+        a[1] = v.y;
+        a[2] = v.z;
+        a[3] = v.w;
     }
 };
+
+template <typename W> __device__ void dequantise(uint32_t (&a)[4][4], const W &weights)
+{
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+        weights.template step<false>(a[s], s);
+}
 
 /* The ring as one side sees it. */
 struct ring {
@@ -334,7 +343,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
 #pragma unroll
         for (int i = 0; i < SC * RB; i++) {
             const int c = i / RB, b = i % RB;
-            next.dequantise(w[i % 2]);
+            dequantise(w[i % 2], next);
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 4; s++)
@@ -363,7 +372,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RB][N / 2], const args &a,
 #pragma unroll
         for (int b = 0; b < RB; b++) {
             next.load(q + b * a.w_stride + c * BYTES, t);
-            next.dequantise(w[0]);
+            dequantise(w[0], next);
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 4; s++)
@@ -743,7 +752,14 @@ __device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args 
     }
 }
 
-/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts. */
+/* Sums of parts that go through shared memory to who has the first, of a warpgroup. */
+__host__ __device__ constexpr int sums_sent(int parts, bool in_turn)
+{
+    return parts > 1 && in_turn ? 2 : parts - 1;
+}
+
+/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts; with
+ * two PARTS each takes two of four. */
 template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
           bool GROUPED = false>
 __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
@@ -758,8 +774,10 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     const int part = g < GROUPS ? g / WGS : min(t / 32, PARTS - 1), group = g % WGS;
     ring r = {ptx_shared(barriers[part][0]), ptx_shared(barriers[part][1]),
               data + part * a.stages * a.stage_bytes, 0, 0};
-    const int begin = PARTS > 1 ? part_begin(a, part) : 0;
-    const int n = (PARTS > 1 ? part_begin(a, part + 1) : a.n_chunks) - begin;
+    static_assert(PARTS == 1 || !IN_TURN || PARTS == 2, "two of four parts each");
+    constexpr int TURNS = IN_TURN && PARTS > 1 ? 2 : 1;
+    const int begin = PARTS > 1 ? part_begin(a, part * TURNS) : 0;
+    const int n = (PARTS > 1 ? part_begin(a, (part + 1) * TURNS) : a.n_chunks) - begin;
     if (threadIdx.x == 0) {
         for (int i = 0; i < PARTS * MAX_STAGES; i++) {
             mbar_init(ptx_shared(&barriers[i / MAX_STAGES][0][i % MAX_STAGES]), 1);
@@ -779,7 +797,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     int4 item = item_of<GROUPED>(a, at.item); /* the first; of all in time for its place */
     const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
     /* Behind the rings: sums of parts 1.. on their way to the first, then scales. */
-    constexpr int SUMS = (PARTS - 1) * WGS * N * 256;
+    constexpr int SENT = sums_sent(PARTS, IN_TURN), SUMS = SENT * WGS * N * 256;
     const uint32_t behind = data + PARTS * a.stages * a.stage_bytes, scales = behind + SUMS;
     if (g == GROUPS) {
         ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
@@ -808,7 +826,20 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
-        if constexpr (IN_TURN) {
+        float kept[TURNS > 1 ? N / 2 : 1]; /* the first of two parts */
+        if constexpr (TURNS > 1) {
+            const int half = part_begin(a, 2 * part + 1) - begin;
+            multiply_as<F, N, RB, SC>(acc, a, r, half, group, t, format);
+#pragma unroll
+            for (int k = 0; k < N / 2; k++) {
+                kept[k] = acc[0][k];
+                acc[0][k] = 0.0f;
+            }
+            multiply_as<F, N, RB, SC>(acc, a, r, n - half, group, t, format);
+#pragma unroll
+            for (int k = 0; k < N / 2; k++)
+                if (part == 0) acc[0][k] += kept[k];
+        } else if constexpr (IN_TURN) {
             float sum[RB][N / 2];
 #pragma unroll
             for (int k = 0; k < RB * N / 2; k++)
@@ -833,17 +864,17 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); /* read until here */
             if (part > 0) {
+                const uint32_t to = sums + (TURNS > 1 ? 0 : part - 1) * (N / 2) * WGS * 512;
 #pragma unroll
-                for (int k = 0; k < N / 2; k++)
-                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + ((part - 1) * (N / 2) + k) *
-                                                                            WGS * 512),
-                                 "f"(acc[0][k])
+                for (int k = 0; k < TURNS * (N / 2); k++)
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + k * WGS * 512),
+                                 "f"(TURNS == 1 || k >= N / 2 ? acc[0][k % (N / 2)] : kept[k])
                                  : "memory");
             }
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
             if (part > 0) continue;
 #pragma unroll 1
-            for (int other = 0; other < PARTS - 1; other++)
+            for (int other = 0; other < SENT; other++)
 #pragma unroll
                 for (int k = 0; k < N / 2; k++) {
                     float v;
@@ -874,7 +905,29 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
 #endif
 }
 
-bool on_hopper()
+inline args args_of(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                    int tokens, bgk_act fn)
+{
+    args a = {};
+    a.tiles = w->tiles;
+    a.row_scale = w->row_scale;
+    a.bias = w->bias;
+    a.x = (const __half *)x;
+    a.x_stride = x_stride;
+    a.out = out->data;
+    a.out_stride = out->stride;
+    a.n_tiles = w->n_tiles;
+    a.n_chunks = w->n_chunks;
+    a.splits = w->splits;
+    a.tokens = tokens;
+    a.n_ff = w->n_ff;
+    a.fn = fn;
+    a.layout = out->layout;
+    a.n_out = w->n_out;
+    return a;
+}
+
+inline bool on_hopper()
 {
     static const bool yes = [] {
         int device = 0, major = 0;
@@ -886,7 +939,7 @@ bool on_hopper()
     return yes;
 }
 
-int sm_count()
+inline int sm_count()
 {
     static const int n = [] {
         int device = 0, count = 0;
@@ -902,7 +955,7 @@ template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, boo
           bool GROUPED = false>
 cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
 {
-    constexpr int TILES = WGS * RB, SUMS = (PARTS - 1) * WGS * N * 256;
+    constexpr int TILES = WGS * RB, SUMS = sums_sent(PARTS, IN_TURN) * WGS * N * 256;
     constexpr int REST = SUMS + (GROUPED ? SCALE_SLOTS * TILES * 256 : 0);
     auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN, GROUPED>;
     static const cudaError_t ready =
@@ -948,7 +1001,9 @@ cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
     case 2:
         return launch<F, N, 1, 1, TWO_SC, 1, 2, false, GROUPED>(a, w_bytes, stream);
     default:
-        if constexpr (N > 32 || F == ALL) /* too few registers for four warpgroups */
+        if constexpr (N > 32 && !GROUPED && F != ALL) /* too few registers for four warpgroups */
+            return launch<F, N, 1, 1, SC, 1, 2, true>(a, w_bytes, stream);
+        else if constexpr (N > 32 || F == ALL)
             return launch<F, N, 1, 1, SC, TURN_BLOCKS, 1, true, GROUPED>(a, w_bytes, stream);
         else
             return launch<F, N, 1, 1, SC, 1, 4, false, GROUPED>(a, w_bytes, stream);
@@ -963,7 +1018,7 @@ cudaError_t launch_in_turn(const args &a, int w_bytes, cudaStream_t stream)
     return launch<F, N, WGS, 1, 2, BLOCKS, 1, false, GROUPED>(a, w_bytes, stream);
 }
 
-int largest_chunk(unsigned formats)
+inline int largest_chunk(unsigned formats)
 {
     int bytes = 0;
     for (int f = 0; f < BGK_FORMATS; f++)

@@ -8,12 +8,14 @@
  * then warps: set by the ranks alone.
  *
  * Proof: tests/gpu/test_mla.c. */
+#include "few.cuh"
 #include "mla.cuh"
 
 namespace
 {
 
 constexpr int BLOCK = 256, WARPS = BLOCK / 32, MOST = 12000;
+constexpr size_t MOST_TOKENS = 64 * 1024; /* bytes of all */
 
 struct store_args {
     bgk_out qa;
@@ -137,22 +139,27 @@ __device__ piece piece_at(const float *x, int i, int n)
             col + 32 < n ? *(const float4 *)(x + col + 32) : none};
 }
 
-__device__ void put_piece(const bgk_out &out, int row, int i, const piece &x)
+__device__ uint4 halves_of(const piece &x)
 {
     const __half v[8] = {tile_half(x.lo.x), tile_half(x.hi.x), tile_half(x.lo.y),
                          tile_half(x.hi.y), tile_half(x.lo.z), tile_half(x.hi.z),
                          tile_half(x.lo.w), tile_half(x.hi.w)};
-    *(uint4 *)((__half *)out.data + tile_piece(out.stride, row, i / 8, i % 8)) = *(const uint4 *)v;
+    return *(const uint4 *)v;
 }
 
-/* What does not come from the kernel before (positions, tables, weights, angles) is fetched before
- * it is waited for; from there it is one read, one barrier and one write. */
-template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(store_args a)
+__device__ void put_piece(const bgk_out &out, int row, int i, const piece &x)
 {
-    extern __shared__ __align__(16) float x[]; /* q_rank, then k_dim values, then angles */
-    __shared__ float sums[3][WARPS];
+    *(uint4 *)((__half *)out.data + tile_piece(out.stride, row, i / 8, i % 8)) = halves_of(x);
+}
+
+/* A block's row. What does not come from the kernel before (positions, tables, weights, angles) is
+ * fetched before it is waited for; from there it is one read, one barrier and one write. x: q_rank,
+ * then k_dim values, then angles. */
+template <typename T>
+__device__ void store_row(const store_args &a, int row, float *x, float (*sums)[WARPS])
+{
     const bgk_cache &c = a.cache;
-    const int row = blockIdx.x, thread = threadIdx.x, rank = c.v_dim, n_rot = c.k_dim - rank;
+    const int thread = threadIdx.x, rank = c.v_dim, n_rot = c.k_dim - rank;
     const int pos = a.rows.pos[row];
     const int block =
         pos < 0 ? 0 : a.rows.blocks[a.rows.block0[a.rows.seq[row]] + pos / c.block_tokens];
@@ -221,9 +228,126 @@ template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(sto
     }
 }
 
+template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(store_args a)
+{
+    extern __shared__ __align__(16) float x[];
+    __shared__ float sums[3][WARPS];
+    store_row<T>(a, blockIdx.x, x, sums);
+}
+
+/* ---- with the product of the normed queries (few.cuh) ---- */
+
+/* Row `row` of q's latents, normed as store_row() does it, to row `row` of 2^shift rows of tiles in
+ * shared memory. weights: piece `thread` of the norm's. */
+__device__ void norm_row(const store_args &a, int row, unsigned char *tokens, int shift,
+                         const piece &weights, float *sums)
+{
+    const int thread = threadIdx.x, pieces = (a.q_rank + 63) / 64 * 8;
+    const float *in = a.in + row * a.in_cols;
+    const piece mine = piece_at(in, thread, a.q_rank); /* in L1 for the sum */
+    float sum = 0;
+    for (int i = 4 * thread; i < a.q_rank; i += 4 * BLOCK)
+        sum = squares(sum, *(const float4 *)(in + i));
+    sum = over_lanes(sum);
+    if (thread % 32 == 0) sums[thread / 32] = sum;
+    __syncthreads();
+    const float f = norm_factor(sums, a.q_rank, a.eps);
+    for (int i = thread; i < pieces; i += BLOCK) {
+        const piece w = i == thread ? weights : piece_at(a.q_norm, i, a.q_rank);
+        const piece v = i == thread ? mine : piece_at(in, i, a.q_rank);
+        *(uint4 *)(tokens + (((i / 8) << shift) + row) * 128 + ((i % 8 ^ row) << 4)) =
+            halves_of({normed(v.lo, f, w.lo), normed(v.hi, f, w.hi)});
+    }
+}
+
+/* Blocks of 8 warps: the first ones a row each, as store_latents; the others slices of the product
+ * of the normed queries, PARTS warps each. */
+template <unsigned FORMATS, int PARTS>
+__global__ void __launch_bounds__(BLOCK)
+    store_and_multiply(const __grid_constant__ store_args a, const __grid_constant__ args m,
+                       int shift, int weight_bytes)
+{
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int SLICES = WARPS / PARTS;
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ float norms[3][WARPS], sums[PARTS > 1 ? PARTS - 1 : 1][SLICES][4][32];
+    if ((int)blockIdx.x < a.rows.rows) {
+        ptx_let_next_start();
+        if (a.cache.type == BGK_F16)
+            store_row<__half>(a, blockIdx.x, (float *)dynamic, norms);
+        else if (a.cache.type == BGK_BF16)
+            store_row<__nv_bfloat16>(a, blockIdx.x, (float *)dynamic, norms);
+        else
+            store_row<int8_t>(a, blockIdx.x, (float *)dynamic, norms);
+        return;
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS;
+    const int at = (blockIdx.x - a.rows.rows) * SLICES + warp / PARTS, number = at / 4;
+    const int t = at % 4 * 32 + lane, begin = part_begin(m, part),
+              n = part_begin(m, part + 1) - begin;
+    const bgk_wtile tile = m.tiles[number];
+    const rows to = rows_of<false>(m, number, number, 0, t);
+    ptx_let_next_start();
+    const piece w = piece_at(a.q_norm, threadIdx.x, a.q_rank);
+    float acc[4] = {};
+    unsigned char *weights = dynamic + (m.n_chunks * 128 << shift) + warp * weight_bytes;
+    few_chain<FORMATS, true>(
+        tile.format, acc, (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format), n,
+        weights, weight_bytes, dynamic + (begin * 128 << shift), shift, at % 4, lane, [&] {
+            ptx_wait_prior();
+#pragma unroll 1
+            for (int row = 0; row < a.rows.rows; row++) {
+                if (row) __syncthreads(); /* the sums were read */
+                norm_row(a, row, dynamic, shift, w, norms[0]);
+            }
+            __syncthreads();
+        });
+    if (!few_gather<PARTS, SLICES>(acc, sums, part, warp / PARTS, lane)) return;
+    write<8>(acc, m, to, number, 0, m.tokens, t);
+#endif
+}
+
 template <typename T> cudaError_t launch(const store_args &a, size_t bytes, cudaStream_t stream)
 {
     return launch_after(store_latents<T>, dim3((unsigned)a.rows.rows), BLOCK, bytes, stream, a);
+}
+
+} // namespace
+
+namespace
+{
+
+bool store_args_of(store_args *out, const bgk_out *qa, const float *in, int64_t in_cols,
+                   const bgk_cache *cache, const bgk_rows *r, int layer, int q_rank,
+                   const float *q_norm, const float *kv_norm, float eps, const bgk_rotation *rope)
+{
+    if (cache->k_dim % 4 || cache->v_dim % 4 || cache->v_dim < 4 || cache->k_dim < cache->v_dim ||
+        cache->n_kv_heads != 1 || cache->block_tokens < 1 || q_rank < 0 || q_rank % 4 ||
+        q_rank + 2 * cache->k_dim - cache->v_dim > MOST || in_cols % 4 || (uintptr_t)in % 16 ||
+        rope->n_rot != cache->k_dim - cache->v_dim || rope->n_rot % 4 || (uintptr_t)q_norm % 16 ||
+        (uintptr_t)kv_norm % 16 || layer < 0 || !kv_norm ||
+        (q_rank && (!qa || !q_norm || bad_attention_out(qa))) ||
+        (cache->type == BGK_Q8 && !bgk_mla_fits(cache)))
+        return false;
+    *out = {.qa = q_rank ? *qa : bgk_out{},
+            .in = in,
+            .in_cols = in_cols,
+            .cache = *cache,
+            .rows = *r,
+            .layer = layer,
+            .q_rank = q_rank,
+            .q_norm = q_norm,
+            .kv_norm = kv_norm,
+            .eps = eps,
+            .rope = *rope,
+            .panels = bgk_mla_fits(cache),
+            .block_bytes = (int64_t)bgk_mla_block_bytes(cache)};
+    return true;
+}
+
+size_t row_bytes(const store_args &a)
+{
+    return (size_t)(a.q_rank + a.cache.k_dim + a.rope.n_rot) * sizeof(float);
 }
 
 } // namespace
@@ -233,36 +357,70 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
                           const float *q_norm, const float *kv_norm, float eps,
                           const bgk_rotation *rope, cudaStream_t stream)
 {
-    if (cache->k_dim % 4 || cache->v_dim % 4 || cache->v_dim < 4 || cache->k_dim < cache->v_dim ||
-        cache->n_kv_heads != 1 || cache->block_tokens < 1 || q_rank < 0 || q_rank % 4 ||
-        q_rank + 2 * cache->k_dim - cache->v_dim > MOST || in_cols % 4 || (uintptr_t)in % 16 ||
-        rope->n_rot != cache->k_dim - cache->v_dim || rope->n_rot % 4 || (uintptr_t)q_norm % 16 ||
-        (uintptr_t)kv_norm % 16 || layer < 0 || !kv_norm ||
-        (q_rank && (!qa || !q_norm || bad_attention_out(qa))))
+    store_args a;
+    if (!store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope))
         return cudaErrorInvalidValue;
     if (!r->rows) return cudaSuccess;
-    const store_args a = {.qa = q_rank ? *qa : bgk_out{},
-                          .in = in,
-                          .in_cols = in_cols,
-                          .cache = *cache,
-                          .rows = *r,
-                          .layer = layer,
-                          .q_rank = q_rank,
-                          .q_norm = q_norm,
-                          .kv_norm = kv_norm,
-                          .eps = eps,
-                          .rope = *rope,
-                          .panels = bgk_mla_fits(cache),
-                          .block_bytes = (int64_t)bgk_mla_block_bytes(cache)};
-    const size_t bytes = (size_t)(q_rank + cache->k_dim + rope->n_rot) * sizeof(float);
     switch (cache->type) {
     case BGK_F32:
-        return launch<float>(a, bytes, stream);
+        return launch<float>(a, row_bytes(a), stream);
     case BGK_F16:
-        return launch<__half>(a, bytes, stream);
+        return launch<__half>(a, row_bytes(a), stream);
     case BGK_BF16:
-        return launch<__nv_bfloat16>(a, bytes, stream);
+        return launch<__nv_bfloat16>(a, row_bytes(a), stream);
     default:
-        return a.panels ? launch<int8_t>(a, bytes, stream) : cudaErrorInvalidValue;
+        return launch<int8_t>(a, row_bytes(a), stream);
+    }
+}
+
+bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows)
+{
+    return rows <= BGK_STORE_LINEAR && q_rank > 0 && cache->type != BGK_F32 &&
+           w->n_chunks == (q_rank + 63) / 64 && !w->block_tiles && !w->n_ff && w->n_tiles > 0 &&
+           w->n_tiles < 4 * sm_count() && w->n_tiles * w->splits % 2 == 0 &&
+           bgk_few_fits(w, rows) && (size_t)w->n_chunks * 128 * 4 <= MOST_TOKENS;
+}
+
+cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
+                                 const float *in, int64_t in_cols, const bgk_cache *cache,
+                                 const bgk_rows *r, int layer, int q_rank, const float *q_norm,
+                                 const float *kv_norm, float eps, const bgk_rotation *rope,
+                                 cudaStream_t stream)
+{
+    store_args a;
+    if (!bgk_mla_store_linear_fits(w, cache, q_rank, r->rows) || qa->layout != BGK_TILES ||
+
+        !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope))
+        return cudaErrorInvalidValue;
+    if (!on_hopper()) return cudaErrorNotSupported;
+    if (!r->rows) return cudaSuccess;
+    const args m = args_of(out, w, qa->data, qa->stride, r->rows, BGK_SILU);
+    const int shift = r->rows == 1 ? 0 : r->rows == 2 ? 1 : 2;
+    const size_t tokens = (size_t)w->n_chunks * 128 << shift;
+    const int ring = few_ring(w->formats, few_widest(w->formats),
+                              few_part_chunks(w->n_chunks, w->splits), WARPS, tokens / WARPS, 1);
+    const size_t needs = tokens + (size_t)WARPS * ring,
+                 bytes = needs > row_bytes(a) ? needs : row_bytes(a);
+    auto go = [&](auto kernel) {
+        const cudaError_t e =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+        return e != cudaSuccess
+                   ? e
+                   : launch_after(kernel, dim3(r->rows + w->n_tiles * 4 * w->splits / WARPS),
+                                  dim3(BLOCK), bytes, stream, a, m, shift, ring);
+    };
+    auto by_parts = [&](auto formats) {
+        constexpr unsigned FORMATS = decltype(formats)::value;
+        return w->splits == 1   ? go(store_and_multiply<FORMATS, 1>)
+               : w->splits == 2 ? go(store_and_multiply<FORMATS, 2>)
+                                : go(store_and_multiply<FORMATS, 4>);
+    };
+    switch (w->formats) {
+    case 1u << BGK_W4:
+        return by_parts(std::integral_constant<unsigned, 1u << BGK_W4>());
+    case 1u << BGK_W8:
+        return by_parts(std::integral_constant<unsigned, 1u << BGK_W8>());
+    default:
+        return by_parts(std::integral_constant<unsigned, ALL>());
     }
 }

@@ -57,28 +57,45 @@ __device__ float sigmoid(float v)
     return 1.0f / (1.0f + expf(-v));
 }
 
-/* How many of values[0, n) come before number i, for each thread i: larger ones, and equal ones of
- * lower number. Those that fill up the last four are -inf. */
+/* How many of values[0, n) come before the one of number i: larger ones, and equal ones of lower
+ * number. Those that fill up the last four are -inf. */
 __device__ int rank_of(const float *values, int n, int i)
 {
     const float mine = values[i];
-    const int warp = (int)threadIdx.x / 32 * 32, own = i == (int)threadIdx.x ? min(warp, n) : 0;
-    const int own_end = i == (int)threadIdx.x ? min(warp + 32, n) : n; /* the warp's own numbers */
     int before = 0;
-    for (int j = 0; j < own; j += 4) {
-        const float4 v = *(const float4 *)(values + j);
-        before += (v.x >= mine) + (v.y >= mine) + (v.z >= mine) + (v.w >= mine);
-    }
-    for (int j = own; j < own_end; j += 4) {
+    for (int j = 0; j < n; j += 4) {
         const float4 v = *(const float4 *)(values + j);
         before += v.x > mine || (v.x == mine && j < i);
         before += v.y > mine || (v.y == mine && j + 1 < i);
         before += v.z > mine || (v.z == mine && j + 2 < i);
         before += v.w > mine || (v.w == mine && j + 3 < i);
     }
-    for (int j = own_end; j < n; j += 4) {
-        const float4 v = *(const float4 *)(values + j);
-        before += (v.x > mine) + (v.y > mine) + (v.z > mine) + (v.w > mine);
+    return before;
+}
+
+/* The same for each thread's own value in [0, n), where fewer than k come before it; where not,
+ * some number from k on. All threads; a barrier on the way. Of each warp only the first few count,
+ * k of them or up to 3 more: best[], in their order. The warps before the last are full, so that
+ * what fills up the last one's is the only filling. */
+__device__ int rank_of_own(const float *values, float *best, int n, int k)
+{
+    const int i = threadIdx.x, warp = i / 32, each = min(32, (k + 3) / 4 * 4);
+    const float mine = i < n ? values[i] : -INFINITY;
+    const int own = warp * 32,
+              in = i < n ? rank_of(values + own, min(32, n - own), i - own) : i - own;
+    if (in < each) best[warp * each + in] = mine;
+    __syncthreads();
+    if (in >= k) return k;
+    int before = in;
+    for (int w = 0; w < (n + 31) / 32; w++) {
+        if (w == warp) continue;
+        for (int j = 0; j < each; j += 4) {
+            const float4 v = *(const float4 *)(best + w * each + j);
+            if (w < warp)
+                before += (v.x >= mine) + (v.y >= mine) + (v.z >= mine) + (v.w >= mine);
+            else
+                before += (v.x > mine) + (v.y > mine) + (v.z > mine) + (v.w > mine);
+        }
     }
     return before;
 }
@@ -109,6 +126,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
                  int n_parts, bgk_router r)
 {
     __shared__ __align__(16) float choice[BGK_MAX_EXPERTS + 4], scores[BGK_MAX_EXPERTS + 4];
+    __shared__ __align__(16) float best[MAX_WARPS * 32];
     __shared__ float part[2][MAX_WARPS];
     __shared__ float weight[BGK_MAX_USED], extra;
     __shared__ int id[BGK_MAX_USED];
@@ -121,7 +139,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
     ptx_wait_prior();
     const float *from = parts + blockIdx.x * parts_cols + i;
     if (i < n) {
-#pragma unroll 8
+#pragma unroll 16
         for (int p = 0; p < n_parts; p++)
             v += from[(int64_t)p * n];
     }
@@ -139,12 +157,10 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
     if (i < 4) choice[r.n_experts + i] = -INFINITY;
     if (r.n_groups > 1) drop_groups(choice, scores, r);
     __syncthreads();
-    if (expert) {
-        const int rank = rank_of(choice, r.n_experts, i);
-        if (rank < k) {
-            id[rank] = i;
-            weight[rank] = prob;
-        }
+    const int rank = rank_of_own(choice, best, r.n_experts, k);
+    if (expert && rank < k) {
+        id[rank] = i;
+        weight[rank] = prob;
     }
     __syncthreads();
     float *out = route + blockIdx.x * route_cols;
@@ -174,6 +190,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32)
  * A bit for each expert and token of the block's 1024: counting bits gives a token's place. */
 
 constexpr int CHUNK = 1024, PLAN_BLOCK = 1024;
+constexpr int FEW_WORDS = 8; /* so many of an expert's are counted by one thread */
 
 struct counts_of { /* of an expert */
     int rows, items;
@@ -240,30 +257,42 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
     __syncthreads();
     ptx_wait_prior();
     ptx_let_next_start();
-    for (int i = thread; i < n * m.n_used; i += PLAN_BLOCK) {
-        const int t = i / m.n_used;
-        atomicOr(&bits[chosen(m, token0 + t, i % m.n_used) * words + t / 32], 1u << t % 32);
+    const int pairs = n * m.n_used;
+    int first_chosen = 0; /* of the thread's first token and choice */
+    for (int i = thread; i < pairs; i += PLAN_BLOCK) {
+        const int t = i / m.n_used, e = chosen(m, token0 + t, i % m.n_used);
+        if (i == thread) first_chosen = e;
+        atomicOr(&bits[e * words + t / 32], 1u << t % 32);
     }
     __syncthreads();
-    for (int e = thread / 32; e < m.n_experts; e += PLAN_BLOCK / 32) {
-        const int own = lane < words ? __popc(bits[e * words + lane]) : 0;
-        int sum = own;
-        for (int d = 1; d < 32; d *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, d);
-            if (lane >= d) sum += other;
+    int here = 0; /* rows of expert number `thread` in this block */
+    if (words <= FEW_WORDS) {
+        for (int i = thread * words; thread < m.n_experts && i < (thread + 1) * words; i++) {
+            before[i] = (uint16_t)here;
+            here += __popc(bits[i]);
         }
-        if (lane < words) before[e * words + lane] = (uint16_t)(sum - own);
-        if (lane == 31) count[e] = sum;
+    } else {
+        for (int e = thread / 32; e < m.n_experts; e += PLAN_BLOCK / 32) {
+            const int own = lane < words ? __popc(bits[e * words + lane]) : 0;
+            int sum = own;
+            for (int d = 1; d < 32; d *= 2) {
+                const int other = __shfl_up_sync(~0u, sum, d);
+                if (lane >= d) sum += other;
+            }
+            if (lane < words) before[e * words + lane] = (uint16_t)(sum - own);
+            if (lane == 31) count[e] = sum;
+        }
+        __syncthreads();
+        if (thread < m.n_experts) here = count[thread];
     }
-    __syncthreads();
     if (COUNT) {
-        if (thread < m.n_experts) m.counts[blockIdx.x * m.n_experts + thread] = count[thread];
+        if (thread < m.n_experts) m.counts[blockIdx.x * m.n_experts + thread] = here;
         return;
     }
     const bool direct = m.tokens <= BGK_DIRECT;
     int total = 0, earlier = 0;
     if (thread < m.n_experts) {
-        total = count[thread];
+        total = here;
         if (gridDim.x > 1) {
             total = 0;
             for (int c = 0; c < (int)gridDim.x; c++) {
@@ -290,8 +319,9 @@ template <bool COUNT> __global__ void __launch_bounds__(PLAN_BLOCK) plan(bgk_moe
         if (thread == 0) *m.n_items = shared_items + all.items;
     }
     __syncthreads();
-    for (int i = thread; i < n * m.n_used; i += PLAN_BLOCK) {
-        const int t = i / m.n_used, e = chosen(m, token0 + t, i % m.n_used),
+    for (int i = thread; i < pairs; i += PLAN_BLOCK) {
+        const int t = i / m.n_used,
+                  e = i == thread ? first_chosen : chosen(m, token0 + t, i % m.n_used),
                   at = e * words + t / 32;
         m.pos[(int64_t)token0 * m.n_used + i] =
             first[e] + (direct ? t : before[at] + __popc(bits[at] & ((1u << t % 32) - 1)));
@@ -308,11 +338,13 @@ __global__ void __launch_bounds__(BLOCK) gather_rows(bgk_out x, bgk_out h, bgk_m
     const int t = blockIdx.x, g = blockIdx.y * (BLOCK / 8) + threadIdx.x / 8,
               piece = threadIdx.x % 8;
     const int shared_rows = m.n_shared * ((m.tokens + 7) / 8 * 8);
+    uint4 v = {};
+    if (g < groups) /* new to L1, perhaps */
+        v = __ldcg((const uint4 *)((const __half *)h.data + tile_piece(h.stride, t, g, piece)));
     ptx_wait_prior();
     ptx_let_next_start(); /* whoever starts now finds the list complete */
     if (g >= groups) return;
-    const uint4 v = *(const uint4 *)((const __half *)h.data + tile_piece(h.stride, t, g, piece));
-#pragma unroll 4
+#pragma unroll 8
     for (int j = 0; j < m.n_used; j++) {
         const int row = m.pos[(int64_t)t * m.n_used + j] - shared_rows;
         *(uint4 *)((__half *)x.data + tile_piece(x.stride, row, g, piece)) = v;
@@ -346,19 +378,30 @@ template <int EACH> __device__ void add_row(float (&sum)[EACH], float w, const _
 
 template <int EACH> __global__ void __launch_bounds__(BLOCK) combine_rows(combined c, bgk_moe m)
 {
+    static_assert(BGK_MAX_USED <= 32, "a lane has a choice");
     const int t = blockIdx.x, col = (blockIdx.y * BLOCK + threadIdx.x) * EACH;
-    const int padded = (m.tokens + 7) / 8 * 8, k = m.n_used;
-    ptx_let_next_start();
-    ptx_wait_prior();
-    if (col >= c.cols) return;
+    const int padded = (m.tokens + 7) / 8 * 8, k = m.n_used, lane = threadIdx.x % 32;
     const float *route = m.route + t * m.route_cols;
-    const int32_t *pos = m.pos + (int64_t)t * k;
+    ptx_let_next_start();
+    int own_pos = 0; /* choice number `lane`; both there before the kernel before; new to L1 */
+    float own_weight = 0;
+    if (lane < k) {
+        own_pos = __ldcg(m.pos + (int64_t)t * k + lane);
+        own_weight = __ldcg(route + k + lane);
+    }
+    const float last = __ldcg(route + 2 * k);
+    ptx_wait_prior();
+    if (__all_sync(~0u, col >= c.cols)) return;
+    const __half *from = c.rows + min(col, c.cols - EACH); /* all lanes take part in shuffles */
     float sum[EACH] = {};
 #pragma unroll 8
-    for (int j = 0; j < k; j++)
-        add_row<EACH>(sum, route[k + j], c.rows + pos[j] * c.rows_cols + col);
+    for (int j = 0; j < k; j++) {
+        const int64_t row = __shfl_sync(~0u, own_pos, j);
+        add_row<EACH>(sum, __shfl_sync(~0u, own_weight, j), from + row * c.rows_cols);
+    }
     for (int s = 0; s < m.n_shared; s++)
-        add_row<EACH>(sum, 1.0f, c.rows + (int64_t)(s * padded + t) * c.rows_cols + col);
+        add_row<EACH>(sum, 1.0f, from + (int64_t)(s * padded + t) * c.rows_cols);
+    if (col >= c.cols) return;
     const float *add = c.add ? c.add + t * c.add_cols + col : nullptr;
     float *out = c.out + t * c.out_cols + col;
 #pragma unroll
@@ -367,13 +410,12 @@ template <int EACH> __global__ void __launch_bounds__(BLOCK) combine_rows(combin
             float4 v = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
             if (add) {
                 const float4 a = *(const float4 *)(add + i);
-                const float w = route[2 * k];
-                v = make_float4(fmaf(w, a.x, v.x), fmaf(w, a.y, v.y), fmaf(w, a.z, v.z),
-                                fmaf(w, a.w, v.w));
+                v = make_float4(fmaf(last, a.x, v.x), fmaf(last, a.y, v.y), fmaf(last, a.z, v.z),
+                                fmaf(last, a.w, v.w));
             }
             *(float4 *)(out + i) = v;
         } else {
-            *out = add ? fmaf(route[2 * k], *add, sum[0]) : sum[0];
+            *out = add ? fmaf(last, *add, sum[0]) : sum[0];
         }
     }
 }

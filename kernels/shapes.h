@@ -5,7 +5,8 @@
 
 #include <limits.h>
 
-/* `tokens x (64 rows)`: 8X2 is 8 tokens and 128 rows. */
+/* `tokens x (64 rows)`: 8X2 is 8 tokens and 128 rows. 8W: up to 8 tokens, a warp for 16 rows
+ * (few.cu); where there are more, or they do not fit, 8X1. */
 typedef enum bgk_shape {
     BGK_8X1,
     BGK_8X2,
@@ -18,6 +19,7 @@ typedef enum bgk_shape {
     BGK_64X4,
     BGK_128X2,
     BGK_128X4,
+    BGK_8W,
     BGK_SHAPES
 } bgk_shape;
 

@@ -6,7 +6,7 @@
 #include "gpu.h"
 
 enum { LAYERS = 2, LAYER = 1, RANK = 512, ROT = 64, DIM = RANK + ROT, NOPE = 16, TAIL = 21 };
-enum { N_SMS = 132, MOST_SEQS = 16, MEETINGS = 8192 };
+enum { N_SMS = 132, MOST_SEQS = 16 };
 
 typedef struct shape {
     int heads;
@@ -225,14 +225,20 @@ static setup make(shape s, const int *ctx, int n_seqs)
     fill_cache(&t);
     send_rows(&t);
     send_queries(&t);
-    t.parts_bytes = (size_t)64 << 20;
-    t.parts = poisoned(t.parts_bytes);
-    CU(cudaMemset(t.parts, 0, MEETINGS));
+    t.parts_bytes = (size_t)24 << 20;
+    t.parts = poisoned(t.parts_bytes + GUARD);
+    CU(cudaMemset(t.parts, 0, t.parts_bytes));
     return t;
 }
 
+/* Also looks at the parts, which every launch leaves as they were. */
 static void drop(setup *t)
 {
+    unsigned char *parts = from_device(t->parts, t->parts_bytes + GUARD);
+    for (size_t i = 0; i < t->parts_bytes; i++)
+        cr_assert_eq(parts[i], 0, "byte %zu of the parts is not 0 any more", i);
+    cr_assert(all_poison(parts + t->parts_bytes, GUARD), "the parts' guard was written over");
+    free(parts);
     void *device[] = {
         t->a.cache.k,           t->a.q_lat.data,     t->q_memory,         t->parts,
         (void *)t->a.rope.freq, (void *)t->rows.pos, (void *)t->rows.seq, (void *)t->rows.blocks,
@@ -358,13 +364,10 @@ static void *run_single(const setup *t, bgk_layout layout, int together, int n_s
 {
     bgk_item *items = malloc((size_t)(t->n_rows + 1) * sizeof *items);
     result r = attention_result(t, layout);
-    int n = 0, n_parts = 0;
+    int n = 0;
     for (int i = 0; i < t->n_seqs; i++)
-        for (int j = 0; j < t->n[i]; j++) {
-            if (n % together == 0) n_parts = 0;
-            items[n++] = (bgk_item){t->row0[i] + j, t->pos0[i] + j, t->block0[i], n_parts};
-            n_parts += (t->pos0[i] + j) / BGK_MLA_UNIT + 1;
-        }
+        for (int j = 0; j < t->n[i]; j++)
+            items[n++] = (bgk_item){t->row0[i] + j, t->pos0[i] + j, t->block0[i], INT32_MAX};
     bgk_item *d = to_device(items, (size_t)n * sizeof *items);
     for (int at = 0; at < n; at += together)
         CU(bgk_mla_single(&r.out, &t->a, t->rows.blocks, d + at,
@@ -470,9 +473,12 @@ static void check_shape(shape s, const int *ctx, int n_seqs)
     b = run_single(&t, BGK_ROWS, 1, N_SMS, t.parts_bytes);
     same_bits(&t, tiles, b, "decode alone, spread");
     free(b);
-    b = run_single(&t, BGK_ROWS, 3, N_SMS * 16, (size_t)s.heads * (RANK + 2) * 4 * 5 + MEETINGS);
-    same_bits(&t, tiles, b, "decode by three, spread as room allows");
-    free(b);
+    static const size_t room[] = {1, 2, 3, 5, 9, 13, 23};
+    for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
+        b = run_single(&t, BGK_ROWS, 3, N_SMS * 16, (size_t)s.heads * (RANK + 64) * 12 * room[i]);
+        same_bits(&t, tiles, b, "decode by three, spread as room allows");
+        free(b);
+    }
     check_attention_layout(&t, tiles, run_tiles(&t, BGK_TILES, BGK_MLA_TOKENS), "tiles");
     check_attention_layout(&t, tiles, run_single(&t, BGK_TILES, 2, N_SMS, t.parts_bytes),
                            "decode, spread");
@@ -491,6 +497,39 @@ static void check_shapes(const shape *s, size_t n)
     else
         for (size_t i = 0; i < n; i++)
             check_shape(s[i], lengths, 9);
+}
+
+/* A long sequence: many units for each of few blocks, many blocks, chunks by chunks. */
+static void check_long(shape s, int ctx)
+{
+    static const int sms[] = {2, 3, 5, 12, 31, 64, N_SMS};
+    static const size_t room[] = {1, 3, 40, 2000}; /* parts of so many heads */
+    setup t = make(s, &ctx, 1);
+    float *tiles = run_tiles(&t, BGK_ROWS, BGK_MLA_TOKENS);
+    check_values(&t, NULL, tiles, bound_of(&s), "long");
+    for (size_t i = 0; i < sizeof sms / sizeof *sms; i++)
+        for (size_t j = 0; j < sizeof room / sizeof *room; j++) {
+            const size_t most = (size_t)s.heads * (RANK + 128) * 4 * room[j];
+            float *b = run_single(&t, BGK_ROWS, 1 + (int)i % 2, sms[i],
+                                  most < t.parts_bytes ? most : t.parts_bytes);
+            same_bits(&t, tiles, b, "long, spread");
+            free(b);
+        }
+    free(tiles);
+    drop(&t);
+}
+
+Test(mla, long_ones)
+{
+    NEEDS_GPU();
+    if (gpu_small()) return;
+    check_long((shape){3, BGK_F16, 32, false}, 1024);
+    check_long((shape){8, BGK_F16, 32, false}, 4096);
+    check_long((shape){8, BGK_F16, 64, true}, 4500);
+    check_long((shape){1, BGK_F16, 32, false}, 36000); /* more chunks than a warp lists at once */
+    check_long((shape){20, BGK_BF16, 16, false}, 9000);
+    check_long((shape){40, BGK_F16, 192, false}, 2100);
+    check_long((shape){3, BGK_Q8, 32, true}, 7000);
 }
 
 /* One short sequence, one head: where everything else is wrong, too, this says what. */
@@ -943,6 +982,8 @@ typedef struct bench {
     bgk_item *items;
     int n, layers, next;
     bool tiles;
+    bgk_rows rows;
+    bgk_selected some; /* list NULL: none are selected */
     void *parts;
 } bench;
 
@@ -952,15 +993,38 @@ static void bench_call(void *ctx, cudaStream_t stream)
 {
     bench *b = ctx;
     b->a.layer = b->next++ % b->layers;
-    if (b->tiles)
+    if (b->some.list)
+        CU(bgk_mla_selected(&b->out, &b->a, &b->rows, &b->some, b->parts, PARTS, N_SMS, stream));
+    else if (b->tiles)
         CU(bgk_mla_tiles(&b->out, &b->a, b->blocks, b->items, b->n, stream));
     else
         CU(bgk_mla_single(&b->out, &b->a, b->blocks, b->items, b->n, b->parts, PARTS, N_SMS,
                           stream));
 }
 
-/* n sequences of `ctx` tokens: the last token of each, or all of them. */
-static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
+/* top_k keys, evenly spread, of each of n rows, the last ones of their sequences. */
+static void bench_lists(bench *b, int n, int ctx, int per, int top_k)
+{
+    int32_t *list = malloc((size_t)n * (size_t)top_k * 4), *x = malloc((size_t)n * 16);
+    for (int i = 0; i < n; i++) {
+        x[i] = ctx - 1;
+        x[n + i] = i;
+        x[2 * n + i] = i * per;
+        x[3 * n + i] = top_k;
+        for (int k = 0; k < top_k; k++)
+            list[i * top_k + k] = (int32_t)((int64_t)k * ctx / top_k);
+    }
+    const int32_t *d = to_device(x, (size_t)n * 16);
+    b->rows =
+        (bgk_rows){.pos = d, .seq = d + n, .blocks = b->blocks, .block0 = d + 2 * n, .rows = n};
+    b->some = (bgk_selected){to_device(list, (size_t)n * (size_t)top_k * 4), d + 3 * n, top_k};
+    free(list);
+    free(x);
+}
+
+/* n sequences of `ctx` tokens: the last token of each (top_k: of so many selected keys), or all of
+ * them. */
+static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type, int top_k)
 {
     enum { BLOCK = 32, NOPE_BENCH = 192 };
     const int per = (ctx + BLOCK - 1) / BLOCK, n_blocks = n * per + 1;
@@ -975,15 +1039,13 @@ static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
         table[i] = i + 1;
     shuffle(table, n_blocks - 1);
     bench b = {.tiles = tiles, .layers = (int)(((size_t)300 << 20) / layer) + 1};
-    int parts = 0;
     for (int i = 0; i < n; i++) {
         for (int t = each - 1; tiles && t >= 0; t--) {
             const int at = t * BGK_MLA_TOKENS, left = ctx - at;
             items[b.n++] = (bgk_item){i * ctx + at, at, i * per,
                                       left < BGK_MLA_TOKENS ? left : BGK_MLA_TOKENS};
         }
-        if (!tiles) items[b.n++] = (bgk_item){i, ctx - 1, i * per, parts};
-        parts += (ctx - 1) / BGK_MLA_UNIT + 1;
+        if (!tiles) items[b.n++] = (bgk_item){i, ctx - 1, i * per, 0};
     }
     char *memory = poisoned(cols / 64 * stride * 128 + 1024);
     char *out = poisoned(lat / 64 * stride * 128 + 1024);
@@ -996,8 +1058,9 @@ static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
     CU(cudaMemset(memory, 0x2c, cols / 64 * stride * 128 + 1024));
     b.blocks = to_device(table, (size_t)n_blocks * 4);
     b.items = to_device(items, (size_t)b.n * sizeof *items);
-    b.parts = poisoned(PARTS);
-    CU(cudaMemset(b.parts, 0, MEETINGS));
+    CU(cudaMalloc(&b.parts, PARTS));
+    CU(cudaMemset(b.parts, 0, PARTS));
+    if (top_k) bench_lists(&b, n, ctx, per, top_k);
     b.out = (bgk_out){out + (-(uintptr_t)out & 1023), BGK_TILES, (int64_t)stride};
     b.a = (bgk_mla){
         .q_lat = {q_lat, BGK_HALF_ROWS, (int64_t)lat},
@@ -1010,11 +1073,14 @@ static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
     };
     CU(cudaDeviceSynchronize());
     const double us = gpu_time_us(bench_call, &b, tiles ? 4 : 32);
-    const double keys = tiles ? (double)n * ctx * (ctx + 1) / 2 : (double)n * ctx;
+    const double keys = tiles ? (double)n * ctx * (ctx + 1) / 2 : (double)n * (top_k ? top_k : ctx);
     const double bytes = tiles ? 0 : keys * (double)row;
     fprintf(stderr, "%-7s %s %4d x %5d, %3d heads: %9.1f us %6.2f TB/s %7.1f TFLOP/s\n",
-            tiles ? "prompts" : "decode", type == BGK_Q8 ? "q8 " : "f16", n, ctx, heads, us,
-            bytes / us * 1e-6, keys * heads * 2 * (DIM + RANK) / us * 1e-6);
+            tiles   ? "prompts"
+            : top_k ? "lists"
+                    : "decode",
+            type == BGK_Q8 ? "q8 " : "f16", n, ctx, heads, us, bytes / us * 1e-6,
+            keys * heads * 2 * (DIM + RANK) / us * 1e-6);
     void *device[] = {cache,
                       q_lat,
                       memory,
@@ -1022,7 +1088,9 @@ static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type)
                       (void *)b.blocks,
                       (void *)b.items,
                       b.parts,
-                      (void *)b.a.rope.freq};
+                      (void *)b.a.rope.freq,
+                      (void *)b.rows.pos,
+                      (void *)b.some.list};
     for (size_t i = 0; i < sizeof device / sizeof *device; i++)
         CU(cudaFree(device[i]));
     free(table);
@@ -1038,10 +1106,12 @@ Test(mla, bench_mla)
     for (int k = 0; k < 2; k++)
         for (int h = 0; h < 3; h++) {
             for (int i = 0; i < 5; i++) {
-                bench_one(batch[i], 1024, heads[h], false, types[k]);
-                bench_one(batch[i], 4096, heads[h], false, types[k]);
+                bench_one(batch[i], 1024, heads[h], false, types[k], 0);
+                bench_one(batch[i], 4096, heads[h], false, types[k], 0);
             }
-            bench_one(8, 1024, heads[h], true, types[k]);
-            bench_one(2, 4096, heads[h], true, types[k]);
+            for (int i = 0; i < 4; i++)
+                bench_one(batch[i], 4096, heads[h], false, types[k], 2048);
+            bench_one(8, 1024, heads[h], true, types[k], 0);
+            bench_one(2, 4096, heads[h], true, types[k], 0);
         }
 }

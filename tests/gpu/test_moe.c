@@ -167,6 +167,7 @@ static void check_routing(bg_compute compute, const routing *r)
                                  .shared_gate = r->shared_gate ? gate : NULL};
     bg_router *router;
     bg_act h, route;
+    c->base.check = true; /* few rows' routes too are there after the op */
     OK(bg_cuda_router_new(&c->base, &router, &spec, err));
     OK(bg_cuda_act_input_new(&c->base, &h, "h", MOST, r->d, err));
     OK(bg_cuda_act_new(&c->base, &route, "route", MOST + 1, (int64_t)cols, err));
@@ -592,10 +593,14 @@ static void check_experts(bg_compute compute, const problem *p)
                     whole = got;
                     continue;
                 }
-                cr_expect_arr_eq(got, whole + (size_t)first * d, (size_t)rows * d * 4,
-                                 "types %u %u, %d tokens from %d on have other bits than among "
-                                 "others (choice %d)",
-                                 p->gate, p->down, rows, first, how);
+                size_t other = 0, where = 0;
+                for (size_t k = (size_t)rows * d; k-- > 0;)
+                    if (memcmp(got + k, whole + (size_t)first * d + k, 4)) other++, where = k;
+                cr_expect_eq(other, 0,
+                             "types %u %u, %d tokens from %d on have other bits than among others "
+                             "(choice %d) in %zu places, the first is %zu: %.9g, not %.9g",
+                             p->gate, p->down, rows, first, how, other, where, (double)got[where],
+                             (double)whole[(size_t)first * d + where]);
                 free(got);
             }
         }
@@ -628,6 +633,10 @@ Test(moe, experts, .timeout = 300)
         {8, 2, 0, 2048, 256, 256, 0, BG_Q4_K, BG_Q4_K, BG_F32, false, false, BG_SILU, 300},
         {8, 4, 0, 96, 96, 96, 0, BG_MXFP4, BG_MXFP4, BG_F32, true, false, BG_SWIGLU_CLAMP, 100},
         {4, 3, 0, 4096, 1536, 1536, 0, BG_Q8_0, BG_Q8_0, BG_F32, false, false, BG_SILU, 33},
+        /* few chunks of down in many tiles (experts_few.cu), a last one of 44 rows */
+        {24, 2, 1, 768, 256, 512, 256, BG_Q4_K, BG_Q4_K, BG_Q8_0, false, true, BG_SILU, 300},
+        {12, 2, 1, 1004, 352, 352, 0, BG_F32, BG_Q8_0, BG_F32, true, false, BG_GELU_TANH, 300},
+        {12, 2, 0, 1280, 512, 512, 0, BG_Q4_K, BG_Q6_K, BG_F32, true, false, BG_SILU, 100},
     };
     for (size_t i = 0; i < (gpu_small() ? 4 : sizeof list / sizeof *list); i++)
         check_experts(BG_COMPUTE_NATIVE, &list[i]);
@@ -642,6 +651,124 @@ Test(moe, experts_float32, .timeout = 120)
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++)
         check_experts(BG_COMPUTE_F32, &list[i]);
+}
+
+/* Few tokens' choice is made in the experts' own kernel: route and result as by a kernel each. */
+static void check_choice(const routing *r, int n_shared, uint32_t type)
+{
+    enum { FF = 64, MOST = BGK_MOE_FEW + 2 };
+    const int n = r->n_experts, k = r->n_used;
+    const size_t d = (size_t)r->d, cols = (size_t)(2 * k + 1);
+    bg_cuda *c = backend(BG_COMPUTE_NATIVE, false, MOST);
+    float *w = random_f32((size_t)n * d, 21, 1.7f / sqrtf((float)r->d)),
+          *gate = random_f32(d, 22, 1.7f / sqrtf((float)r->d)),
+          *bias = random_f32((size_t)n, 23, 1), *choice = random_f32((size_t)n, 24, 0.3f),
+          *x = halves(MOST * d, 25, 1), *a = random_f32(MOST * d, 26, 1);
+    if (n > 4) memcpy(w + 2 * d, w + 4 * d, d * sizeof *w); /* equal products */
+    if (n > 4) bias[2] = bias[4], choice[2] = choice[4];
+    w[d / 2] = NAN; /* the first expert's score is none */
+    const bg_router_spec router_spec = {.name = "router",
+                                        .n_experts = n,
+                                        .n_used = k,
+                                        .d_model = r->d,
+                                        .gating = r->gating,
+                                        .weights = w,
+                                        .bias = r->bias ? bias : NULL,
+                                        .choice_bias = r->choice_bias ? choice : NULL,
+                                        .n_groups = r->n_groups,
+                                        .n_groups_used = r->n_groups_used,
+                                        .renormalise = r->renormalise,
+                                        .scale = r->scale,
+                                        .shared_gate = r->shared_gate ? gate : NULL};
+    if (r->gating != BG_GATING_SIGMOID) w[d / 2] = 1; /* it would spoil all */
+    stack up = make_stack(type, n, FF, r->d, 1), down = make_stack(BG_Q8_0, n, r->d, FF, 2),
+          sh_up = make_stack(BG_Q8_0, 1, FF * (n_shared + 1), r->d, 3),
+          sh_down = make_stack(BG_Q8_0, 1, r->d, FF * (n_shared + 1), 4);
+    const bg_experts_spec spec = {.name = "experts",
+                                  .n_experts = n,
+                                  .n_used = k,
+                                  .n_shared = n_shared,
+                                  .gate = part_of(&up, 0, FF, 0, r->d),
+                                  .up = part_of(&up, 0, FF, 0, r->d),
+                                  .down = part_of(&down, 0, r->d, 0, FF),
+                                  .gate_stride = up.bytes,
+                                  .up_stride = up.bytes,
+                                  .down_stride = down.bytes,
+                                  .shared_gate = part_of(&sh_up, 0, FF, 0, r->d),
+                                  .shared_up = part_of(&sh_up, 0, FF, 0, r->d),
+                                  .shared_down = part_of(&sh_down, 0, r->d, 0, FF),
+                                  .shared_step = FF,
+                                  .fn = BG_SILU};
+    bg_router *router;
+    bg_experts *e;
+    bg_act h, route, out, add;
+    OK(bg_cuda_router_new(&c->base, &router, &router_spec, err));
+    OK(bg_cuda_experts_new(&c->base, &e, &spec, err));
+    OK(bg_cuda_act_input_new(&c->base, &h, "h", MOST, r->d, err));
+    OK(bg_cuda_act_new(&c->base, &route, "route", MOST, (int64_t)cols, err));
+    OK(bg_cuda_act_new(&c->base, &out, "out", MOST, r->d, err));
+    OK(bg_cuda_act_new(&c->base, &add, "add", MOST, r->d, err));
+    put_input(c, &h, x, MOST);
+    CU(cudaMemcpy(add.data, a, MOST * d * 4, cudaMemcpyHostToDevice));
+    float *routes = NULL, *results = NULL;
+    for (int rows = MOST; rows > 0; rows--)
+        for (int check = 1; check >= 0; check--) {
+            c->base.check = check;
+            c->s.n_rows = rows;
+            CU(cudaMemset(route.data, 0xff, MOST * cols * 4));
+            CU(cudaMemset(out.data, 0xff, MOST * d * 4));
+            CU(cudaDeviceSynchronize());
+            OK(bg_cuda_route(&c->base, &route, router, &h, err));
+            OK(bg_cuda_moe(&c->base, &out, e, &route, &h, r->shared_gate ? &add : NULL, err));
+            float *got_route = from_device(route.data, MOST * cols * 4),
+                  *got = from_device(out.data, MOST * d * 4);
+            if (!routes) {
+                routes = got_route;
+                results = got;
+                continue;
+            }
+            cr_expect_arr_eq(got_route, routes, (size_t)rows * cols * 4,
+                             "%d of %d experts, %d tokens, check %d: other routes", k, n, rows,
+                             check);
+            cr_expect_arr_eq(got, results, (size_t)rows * d * 4,
+                             "%d of %d experts, %d tokens, check %d: other results", k, n, rows,
+                             check);
+            cr_expect(all_poison(got_route + (size_t)rows * cols, (MOST - rows) * cols * 4) &&
+                          all_poison(got + (size_t)rows * d, (MOST - rows) * d * 4),
+                      "wrote past the end");
+            free(got_route);
+            free(got);
+        }
+    free(routes);
+    free(results);
+    free(up.data);
+    free(down.data);
+    free(sh_up.data);
+    free(sh_down.data);
+    free(w);
+    free(gate);
+    free(bias);
+    free(choice);
+    free(x);
+    free(a);
+    bg_backend_free(&c->base);
+}
+
+Test(moe, choice_with_experts, .timeout = 200)
+{
+    NEEDS_GPU();
+    static const routing list[] = {
+        {5, 2, 96, BG_GATING_SOFTMAX, false, false, false, true, 0, 0, 1},
+        {256, 8, 1536, BG_GATING_SIGMOID, false, true, false, true, 1, 1, 2.5f},
+        {60, 4, 160, BG_GATING_SOFTMAX, false, false, true, false, 1, 1, 1},
+        {128, 8, 2048, BG_GATING_SOFTMAX, false, true, false, true, 0, 0, 1},
+        {32, 4, 2880, BG_GATING_SOFTMAX_CHOSEN, true, false, false, false, 0, 0, 1},
+        {3, 3, 256, BG_GATING_SOFTMAX_CHOSEN, true, true, true, true, 0, 0, 0.5f},
+        {512, 12, 512, BG_GATING_SOFTMAX, false, false, true, true, 0, 0, 1},
+        {64, 6, 256, BG_GATING_SIGMOID, true, true, false, true, 8, 4, 1},
+    };
+    for (size_t i = 0; i < (gpu_small() ? 3 : sizeof list / sizeof *list); i++)
+        check_choice(&list[i], (int)i % 3, i % 2 ? BG_Q4_K : BG_Q8_0);
 }
 
 /* A rank that has no columns of the experts'. */
@@ -714,7 +841,21 @@ typedef struct bench { /* of one layer; each call takes another of SETS choices 
     int next, tokens, what;
 } bench;
 
-enum { ROUTE, PRODUCTS, CHOICE, PLAN, GATHER, GATE_UP, DOWN, COMBINE, MOE, BOTH, WHATS };
+/* DOWN_BLOCKS: down in blocks, where experts_few.cu would take it */
+enum {
+    ROUTE,
+    PRODUCTS,
+    CHOICE,
+    PLAN,
+    GATHER,
+    GATE_UP,
+    DOWN,
+    DOWN_BLOCKS,
+    COMBINE,
+    MOE,
+    BOTH,
+    WHATS
+};
 
 static void run_bench(void *ctx, cudaStream_t stream)
 {
@@ -745,6 +886,10 @@ static void run_bench(void *ctx, cudaStream_t stream)
         CU(bgk_moe_matmul(&b->act, &b->e->gate_up, &in, &b->x, m, BGK_SILU, true, stream));
     if (b->what == DOWN)
         CU(bgk_moe_matmul(&b->rows, &b->e->down, NULL, &b->act, m, BGK_SILU, true, stream));
+    if (b->what == DOWN_BLOCKS) { /* rows that begin anywhere */
+        const bgk_out odd = {b->rows.data, BGK_HALF_ROWS, b->rows.stride + 2};
+        CU(bgk_moe_matmul(&odd, &b->e->down, NULL, &b->act, m, BGK_SILU, true, stream));
+    }
     if (b->what == COMBINE)
         CU(bgk_moe_combine(b->out.data, b->out.cols, b->rows.data, b->rows.stride, NULL, 0, m,
                            b->e->d, stream));
@@ -766,9 +911,10 @@ static bg_linear_part dummy(const char *name, uint32_t type, int64_t n_total, in
 
 static void bench_layer(const layer *l)
 {
-    static const int counts[] = {1, 8, 32, 128, 256, BENCH_MOST};
-    static const char *const names[WHATS] = {"route",   "products", "choice",  "plan", "gather",
-                                             "gate_up", "down",     "combine", "moe",  "route+moe"};
+    static const int counts[] = {1, 8, 32, 64, 128, 256, BENCH_MOST};
+    static const char *const names[WHATS] = {"route",   "products", "choice",   "plan",
+                                             "gather",  "gate_up",  "down",     "(in blocks)",
+                                             "combine", "moe",      "route+moe"};
     bench b = {.c = backend(BG_COMPUTE_NATIVE, true, BENCH_MOST)};
     const int64_t d = l->d, f = l->n_ff, all = l->ff_all;
     const bg_router_spec router = {.name = l->name,
@@ -836,7 +982,7 @@ static void bench_layer(const layer *l)
                       (size_t)t * (size_t)(b.router->n_parts * b.router->n) * sizeof(float)));
         CU(cudaMalloc((void **)&x, (size_t)(gathered * d * 2)));
         CU(cudaMalloc((void **)&act, (size_t)(rows * ((f + 63) / 64 * 64) * 2)));
-        CU(cudaMalloc((void **)&res, (size_t)(rows * d * 2)));
+        CU(cudaMalloc((void **)&res, (size_t)(rows * (d + 2) * 2)));
         b.x = (bgk_out){x, BGK_TILES, gathered};
         b.act = (bgk_out){act, BGK_TILES, rows};
         b.rows = (bgk_out){res, BGK_HALF_ROWS, d};

@@ -433,7 +433,10 @@ bool bg_cuda_fuses_sum(const bg_backend *b, const bg_act *out, const bg_act *y)
 {
     const bg_cuda *c = (const bg_cuda *)b;
     const struct bg_cuda_comm *m = c->ranks;
-    return m && m->peers.n_ranks > 1 && m->sums == BG_CUDA_SUMS_AUTO && out->layout == BGK_TILES &&
+    if (!m) return false;
+    /* A rank that is alone takes the road of one whose GPU reaches the others'. */
+    const int peers = m->standin_ns < 0 ? m->peers.n_ranks : m->n <= BGK_MAX_PEERS ? m->n : 0;
+    return peers > 1 && m->sums == BG_CUDA_SUMS_AUTO && out->layout == BGK_TILES &&
            y->layout == BGK_ROWS && bgk_sum_peers_norm_fits(c->s.n_rows, (int)y->cols);
 }
 
@@ -447,10 +450,13 @@ bg_status bg_cuda_all_reduce_norm(bg_backend *b, bg_act *out, bg_act *x, const b
         return bg_fail(err, BG_INTERNAL, "op all_reduce_norm: %s, %s, %s and %lld weights",
                        out->name, x->name, y->name, (long long)w->n);
     const bgk_out o = bg_cuda_out(out);
-    return bg_cuda_done(err,
-                        bgk_sum_peers_norm(&o, x->data, x->cols, y->data, y->cols, w->data, eps,
-                                           rows, (int)w->n, &c->ranks->peers, c->stream),
-                        "op all_reduce_norm");
+    const struct bg_cuda_comm *m = c->ranks;
+    const cudaError_t e =
+        m->standin_ns < 0 ? bgk_sum_peers_norm(&o, x->data, x->cols, y->data, y->cols, w->data, eps,
+                                               rows, (int)w->n, &m->peers, c->stream)
+                          : bgk_stand_in_norm(&o, x->data, x->cols, y->data, y->cols, w->data, eps,
+                                              rows, (int)w->n, m->n, m->standin_ns, c->stream);
+    return bg_cuda_done(err, e, "op all_reduce_norm");
 }
 
 /* ---- logits ---------------------------------------------------------------------------------- */

@@ -145,6 +145,11 @@ typedef struct bg_cuda {
     struct {         /* mla.c */
         bool latent; /* the cache is one of latents; parts and the plan are in att */
         bool fast;   /* that tensor cores read */
+        /* Of few rows, mla_store waits for the product of what it norms: one kernel does both. */
+        bool store_waits;
+        bg_act *qa;
+        const bg_act *in;
+        bg_mla_in store;
     } mla;
     struct bg_cuda_index { /* mla.c: the indexer; n_layers 0: none */
         int n_layers, dim, top_k, n_heads;
@@ -287,6 +292,10 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
 
 /* mla.c */
 bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err);
+/* Called by the linear that follows mla_store: does it, if it waits, `with` the product where one
+ * kernel does both. */
+bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                             bool *with, bg_error *err);
 bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                             bg_error *err);
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,

@@ -96,23 +96,52 @@ static bg_status rotation_of(bg_cuda *c, const bg_rope *rope, bgk_rotation *out,
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
+static bg_status store(bg_cuda *c, bg_act *qa, const bg_act *in, const bg_mla_in *p,
+                       const bgk_out *product, const bgk_weights *w, bg_error *err)
+{
+    bgk_rotation rope;
+    bg_status st = rotation_of(c, p->rope, &rope, err);
+    if (st) return st;
+    const bgk_out out = p->q_rank ? bg_cuda_out(qa) : (bgk_out){0};
+    const float *q_norm = p->q_rank ? p->q_norm->data : NULL;
+    cudaError_t e;
+    if (w)
+        e = bgk_mla_store_linear(product, w, &out, in->data, in->cols, &c->cache, &c->rows,
+                                 p->layer, p->q_rank, q_norm, p->kv_norm->data, p->norm_eps, &rope,
+                                 c->stream);
+    else
+        e = bgk_mla_store(&out, in->data, in->cols, &c->cache, &c->rows, p->layer, p->q_rank,
+                          q_norm, p->kv_norm->data, p->norm_eps, &rope, c->stream);
+    return bg_cuda_done(err, e, "op mla_store");
+}
+
 bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                             bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    bgk_rotation rope;
     const int64_t cols = (int64_t)p->q_rank + p->kv_rank + p->rope->n_rot;
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->rope->n_rot, "mla_store", err);
     if (!st && p->q_rank) st = bg_cuda_fits(qa, c->s.n_rows, p->q_rank, "mla_store", err);
     if (!st) st = bg_cuda_fits(in, c->s.n_rows, cols, "mla_store", err);
-    if (!st) st = rotation_of(c, p->rope, &rope, err);
     if (st) return st;
-    const bgk_out out = p->q_rank ? bg_cuda_out(qa) : (bgk_out){0};
-    return bg_cuda_done(err,
-                        bgk_mla_store(&out, in->data, in->cols, &c->cache, &c->rows, p->layer,
-                                      p->q_rank, p->q_rank ? p->q_norm->data : NULL,
-                                      p->kv_norm->data, p->norm_eps, &rope, c->stream),
-                        "op mla_store");
+    c->mla.store_waits =
+        p->q_rank && c->tiled && !b->check && c->s.n_rows <= BGK_STORE_LINEAR && c->s.n_rows;
+    if (!c->mla.store_waits) return store(c, qa, in, p, NULL, NULL, err);
+    c->mla.qa = qa;
+    c->mla.in = in;
+    c->mla.store = *p;
+    return BG_OK;
+}
+
+bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                             bool *with, bg_error *err)
+{
+    const bg_mla_in *p = &c->mla.store;
+    *with = c->mla.store_waits && x == c->mla.qa &&
+            bgk_mla_store_linear_fits(&l->tiles, &c->cache, p->q_rank, c->s.n_rows);
+    if (!c->mla.store_waits) return BG_OK;
+    c->mla.store_waits = false;
+    return store(c, c->mla.qa, c->mla.in, p, *with ? out : NULL, *with ? &l->tiles : NULL, err);
 }
 
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
@@ -211,6 +240,21 @@ static cudaError_t choose(const bg_cuda *c, const bgk_index *a)
     return e;
 }
 
+/* In one launch, where it is there and something is to be chosen: a row each of all sequences. */
+static cudaError_t choose_at_once(const bg_cuda *c, const bgk_index *a, const bgk_out *iq,
+                                  const bg_act *ik)
+{
+    const struct bg_cuda_index *x = &c->index;
+    const int rows = c->rows.rows, slice = slice_rows(c);
+    if (c->s.n_seqs != c->s.n_rows || !selects(c)) return cudaErrorNotSupported;
+    cudaError_t e = cudaSuccess;
+    for (int at = 0; at < rows && e == cudaSuccess; at += slice)
+        e = bgk_index_rows(x->list, x->count, x->scores, c->config.max_ctx, a, iq, ik->data,
+                           ik->cols, &c->rows, at, rows - at < slice ? rows - at : slice, x->top_k,
+                           c->config.max_ctx, c->att.n_sms, c->stream);
+    return e;
+}
+
 bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const bg_index *p,
                         bg_error *err)
 {
@@ -239,8 +283,11 @@ bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const
     if (!st) st = index_scratch(c, p->n_heads, err);
     if (st) return st;
     const bgk_out q = bg_cuda_out(iq);
-    cudaError_t e = bgk_index_store(&a, x->q, x->w, &q, ik->data, ik->cols, &c->rows, c->stream);
-    if (e == cudaSuccess && selects(c)) e = choose(c, &a);
+    cudaError_t e = choose_at_once(c, &a, &q, ik);
+    if (e == cudaErrorNotSupported) {
+        e = bgk_index_store(&a, x->q, x->w, &q, ik->data, ik->cols, &c->rows, c->stream);
+        if (e == cudaSuccess && selects(c)) e = choose(c, &a);
+    }
     return bg_cuda_done(err, e, "op index");
 }
 

@@ -35,6 +35,10 @@ struct bg_cuda_moe {
     size_t x_size, act_size;
     void *rows; /* [result rows, d] halves */
     size_t rows_size;
+    /* Of so few rows that the experts' kernel chooses, the router whose products are there and the
+     * activation that becomes its route; NULL: none. */
+    const bg_router *chooses;
+    const bg_act *route;
 };
 
 static bg_status room(bg_cuda *c, struct bg_cuda_moe **m, bg_error *err)
@@ -202,6 +206,23 @@ static bg_status router_plain(bg_cuda *c, bg_router *r, const float *w, const ch
     return bg_cuda_done(err, e, name);
 }
 
+/* bgk_route() is left to the op that follows: its first kernel chooses for itself. */
+static bool choice_waits(const bg_cuda *c, const bg_router *r, int n_rows)
+{
+    return c->tiled && !c->base.check && n_rows <= BGK_MOE_FEW && r->r.n_groups <= 1;
+}
+
+static cudaError_t choose_late(bg_cuda *c)
+{
+    struct bg_cuda_moe *m = c->moe;
+    const bg_router *r = m->chooses;
+    const bg_act *route = m->route;
+    m->chooses = NULL;
+    if (!r) return cudaSuccess;
+    return bgk_route((float *)route->data, route->cols, m->parts, (int64_t)r->n_parts * r->n,
+                     r->n_parts, &r->r, c->s.n_rows, c->stream);
+}
+
 static bg_status put_vector(bg_cuda *c, const float **out, const float *host, int n,
                             const char *name, bg_error *err)
 {
@@ -281,6 +302,9 @@ bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const 
     if (n_rows > h->max_rows || n_rows > route->max_rows || route->cols < 2 * r->r.n_used + 1 ||
         h->cols < r->d || (in.layout == BGK_TILES) != c->tiled)
         return bg_fail(err, BG_INTERNAL, "op route: %s to %s", h->name, route->name);
+    const bool later = choice_waits(c, r, n_rows);
+    c->moe->chooses = later ? r : NULL;
+    c->moe->route = route;
     for (int t = 0; t < n_rows; t += most) {
         const int n = n_rows - t < most ? n_rows - t : most;
         const bgk_out parts = {c->moe->parts, BGK_ROWS, cols};
@@ -292,7 +316,7 @@ bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const 
             e = bgk_linear(c->moe->parts, cols, r->w, BGK_F32, NULL,
                            (const float *)h->data + t * h->cols, h->cols, n, r->n, r->d,
                            r->k_padded, NULL, c->stream);
-        if (e == cudaSuccess)
+        if (e == cudaSuccess && !later)
             e = bgk_route((float *)route->data + t * route->cols, route->cols, c->moe->parts, cols,
                           r->n_parts, &r->r, n, c->stream);
         if (e != cudaSuccess) return bg_cuda_fail(err, e, "op route");
@@ -651,7 +675,7 @@ static int item_tokens(const bg_experts *e, int tokens)
 }
 
 static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const bgk_moe *m,
-                             const bg_act *h, const bg_act *add)
+                             const bg_act *route, const bg_act *h, const bg_act *add)
 {
     struct bg_cuda_moe *s = c->moe;
     const int64_t rows = stride_for(bgk_moe_rows(m));
@@ -659,7 +683,21 @@ static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const
                   x = {s->x, BGK_TILES, stride_for(bgk_moe_gathered(m))},
                   results = {s->rows, BGK_HALF_ROWS, row_halves(e)};
     const bool gathers = m->tokens > BGK_DIRECT;
-    cudaError_t st = bgk_moe_plan(m, c->stream);
+    if (bgk_moe_few_fits(&e->gate_up, &e->down, m)) {
+        bgk_moe_choice choice = {
+            .r.n_experts = e->n_experts, .route = route->data, .route_cols = route->cols};
+        if (s->chooses && s->route == route) {
+            choice.r = s->chooses->r;
+            choice.parts = s->parts;
+            choice.n_parts = s->chooses->n_parts;
+            choice.parts_cols = (int64_t)s->chooses->n_parts * s->chooses->n;
+            s->chooses = NULL;
+        }
+        return bgk_moe_few(out->data, out->cols, &e->gate_up, &e->down, &act, &in, &choice,
+                           add ? add->data : NULL, add ? add->cols : 0, m, e->fn, c->stream);
+    }
+    cudaError_t st = choose_late(c);
+    if (st == cudaSuccess) st = bgk_moe_plan(m, c->stream);
     if (st == cudaSuccess) st = bgk_moe_gather(&x, &in, m, e->gate_up.n_chunks, c->stream);
     if (st == cudaSuccess)
         st = bgk_moe_matmul(&act, &e->gate_up, &in, &x, m, e->fn, gathers, c->stream);
@@ -695,8 +733,10 @@ bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_
                        .counts = s->counts ? s->counts + 64 : NULL};
     cudaError_t st;
     if (c->tiled && e->n_ff)
-        st = tiled_moe(c, out, e, &m, h, add);
+        st = tiled_moe(c, out, e, &m, route, h, add);
     else
+        st = choose_late(c);
+    if (st == cudaSuccess && !(c->tiled && e->n_ff))
         st = bgk_moe_plain(out->data, out->cols, &e->plain, h->data, h->cols,
                            add ? add->data : NULL, add ? add->cols : 0, &m, s->rows, c->stream);
     return bg_cuda_done(err, st, e->name);

@@ -129,7 +129,9 @@ bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const b
     const bgk_out o = bg_cuda_out(out);
     bg_status st = bg_cuda_fits(out, n_rows, l->n_rows, "linear", err);
     if (!st) st = bg_cuda_fits(x, n_rows, l->n_in, "linear", err);
-    return st ? st : run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
+    bool done = false;
+    if (!st) st = bg_cuda_mla_stored((bg_cuda *)b, &o, l, x, &done, err);
+    return st || done ? st : run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
 }
 
 static const bgk_act FNS[] = {

@@ -245,6 +245,19 @@ __global__ void __launch_bounds__(LINE_BLOCK)
 
 constexpr int NORM_PART = 128, NORM_SENDERS = 4; /* threads of a block; blockIdx.y */
 
+/* Those of pieces me, me + threads, ..: before anything is waited for. */
+template <int EACH>
+__device__ void norm_weights(float4 (&weights)[EACH][2], const float *w, int me, int threads,
+                             int cols)
+{
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int col = piece_col(me + i * threads);
+        weights[i][0] = load4<true>(w, col, cols);
+        weights[i][1] = load4<true>(w, col + 32, cols);
+    }
+}
+
 template <int MOST, int EACH>
 __global__ void __launch_bounds__(NORM_PART)
     sum_norm_lines(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols,
@@ -261,9 +274,11 @@ __global__ void __launch_bounds__(NORM_PART)
     float *xr = x + row * x_cols;
     const bool receives = blockIdx.y == 0;
     float2 own[EACH][4];
+    float4 weights[EACH][2];
     __shared__ float part[NORM_WARPS];
     ptx_let_next_start();
     if (receives) cluster.barrier_arrive(); /* part may be written once all blocks are there */
+    if (receives) norm_weights<EACH>(weights, w, me, threads, cols);
     ptx_wait_prior();
     const uint64_t epoch = enter(p);
     const uint32_t flag = line_flag(epoch);
@@ -311,9 +326,8 @@ __global__ void __launch_bounds__(NORM_PART)
         for (int i = 0; i < EACH; i++) {
             const int u = me + i * threads, col = piece_col(u);
             if (u < pieces)
-                put_piece<true, true>(
-                    out, row, u, cols, scaled(a[i], f, load4<true>(w, col, cols), col, cols),
-                    scaled(b[i], f, load4<true>(w, col + 32, cols), col + 32, cols));
+                put_piece<true, true>(out, row, u, cols, scaled(a[i], f, weights[i][0], col, cols),
+                                      scaled(b[i], f, weights[i][1], col + 32, cols));
         }
     }
     leave(p, epoch);
@@ -441,11 +455,13 @@ __global__ void __launch_bounds__(NORM_PART)
     float *xr = x + row * x_cols;
     float4 a[EACH], b[EACH];
     float squares = 0;
+    float4 weights[EACH][2];
     unsigned long long start, now;
     __shared__ float part[NORM_WARPS];
     ptx_let_next_start();
     if (blockIdx.y > 0) return; /* whole clusters */
     cluster.barrier_arrive();   /* part may be written once all blocks are there */
+    norm_weights<EACH>(weights, w, me, threads, cols);
     ptx_wait_prior();
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)::"memory");
 #pragma unroll
@@ -476,9 +492,8 @@ __global__ void __launch_bounds__(NORM_PART)
     for (int i = 0; i < EACH; i++) {
         const int u = me + i * threads, col = piece_col(u);
         if (u < pieces)
-            put_piece<true, true>(out, row, u, cols,
-                                  scaled(a[i], f, load4<true>(w, col, cols), col, cols),
-                                  scaled(b[i], f, load4<true>(w, col + 32, cols), col + 32, cols));
+            put_piece<true, true>(out, row, u, cols, scaled(a[i], f, weights[i][0], col, cols),
+                                  scaled(b[i], f, weights[i][1], col + 32, cols));
     }
 #endif
 }

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(warps_of(PARTS) * 32)
     unsigned char *tokens = dynamic + warp * (token_bytes + weight_bytes),
                   *weights = tokens + token_bytes;
     float acc[4] = {};
-    few_chain<FORMATS, true>(
+    few_chain<FORMATS, FEW_RING>(
         tile.format, acc, (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format), n,
         weights, weight_bytes, tokens, shift, slice, lane, [&] {
             ptx_wait_prior();

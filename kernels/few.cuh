@@ -158,16 +158,21 @@ template <typename W> __device__ void few_sum(float (&acc)[4], const W &w, const
     }
 }
 
-/* A warp's ring of chunks is brought and used up by quarters, or (not AHEAD) as a whole. */
+/* A warp's ring of chunks is brought and used up by quarters; where it has room for all of them, as
+ * a whole, but not FEW_FLOW, where they are still on their way. FEW_WHOLE: there is room. */
+enum few_way { FEW_RING, FEW_FLOW, FEW_WHOLE };
 constexpr int QUARTERS = 4;
 
-template <bgk_format F, bool AHEAD, typename R>
+template <bgk_format F, few_way WAY, typename R>
 __device__ __forceinline__ void
 few_chunks(float (&acc)[4], const char *w, int n, unsigned char *weights, int weight_bytes,
            const unsigned char *tokens, int shift, int slice, int lane, R ready)
 {
-    constexpr int SLICE = chunk_bytes(F) / 4, SHARES = AHEAD ? QUARTERS : 1;
-    const int each = min((n + SHARES - 1) / SHARES, weight_bytes / (SHARES * SLICE));
+    constexpr int SLICE = chunk_bytes(F) / 4, SHARES = WAY == FEW_WHOLE ? 1 : QUARTERS;
+    constexpr bool WHOLE = WAY != FEW_FLOW;
+    const int each = WHOLE && n * SLICE <= weight_bytes
+                         ? max(n, 1)
+                         : min((n + SHARES - 1) / SHARES, weight_bytes / (SHARES * SLICE));
     const int end = n * SLICE, quarter = each * SLICE;
     const uint32_t base = ptx_shared(weights);
     uint32_t at = few_piece(tokens, shift, lane), ring = 0;
@@ -216,7 +221,7 @@ few_chunks(float (&acc)[4], const char *w, int n, unsigned char *weights, int we
 /* acc += n chunks at w of a slice, of one of FORMATS, times the groups at `tokens`. As many of the
  * first as the ring has room for are under way before ready(), which waits until the tokens are
  * there. Loops are as short as can be: each kernel's code is new to the processor. */
-template <unsigned FORMATS, bool AHEAD, typename R>
+template <unsigned FORMATS, few_way WAY, typename R>
 __device__ __forceinline__ void
 few_chain(int format, float (&acc)[4], const char *w, int n, unsigned char *weights,
           int weight_bytes, const unsigned char *tokens, int shift, int slice, int lane, R ready)
@@ -225,8 +230,8 @@ few_chain(int format, float (&acc)[4], const char *w, int n, unsigned char *weig
         constexpr bgk_format F = decltype(f)::value;
         if constexpr ((FORMATS >> F & 1) != 0)
             if (single(FORMATS) || format == F)
-                few_chunks<F, AHEAD>(acc, w, n, weights, weight_bytes, tokens, shift, slice, lane,
-                                     ready);
+                few_chunks<F, WAY>(acc, w, n, weights, weight_bytes, tokens, shift, slice, lane,
+                                   ready);
     };
     as(std::integral_constant<bgk_format, BGK_W4>());
     as(std::integral_constant<bgk_format, BGK_W6>());

@@ -317,14 +317,14 @@ __global__ void __launch_bounds__(WARPS * 32, 3)
     }
     const int format = a.stack_format[e >= a.n_first];
     const rows to = rows_of(a, e, tile, t);
-    few_chain<FORMATS, true>(format, acc,
-                             tile_of(a, e, tile, format) + (int64_t)begin * chunk_bytes(format), n,
-                             weights, weight_bytes, tokens, 0, slice, lane, [&] {
-                                 if (slot < f.n_used) return; /* its copies are the oldest */
-                                 ptx_wait_prior();
-                                 ptx_let_next_start();
-                                 bring_token(tokens, a.x, a.x_stride, token, begin, n, lane);
-                             });
+    few_chain<FORMATS, FEW_FLOW>(format, acc,
+                                 tile_of(a, e, tile, format) + (int64_t)begin * chunk_bytes(format),
+                                 n, weights, weight_bytes, tokens, 0, slice, lane, [&] {
+                                     if (slot < f.n_used) return; /* its copies are the oldest */
+                                     ptx_wait_prior();
+                                     ptx_let_next_start();
+                                     bring_token(tokens, a.x, a.x_stride, token, begin, n, lane);
+                                 });
     if (!few_gather<PARTS, SLICES>(acc, sums, part, in, lane)) return;
     const int row = 8 * slot + token;
     write<8>(acc, a, to, tile, row, row + 1, t);
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(MOST_SLOTS * 32, 2)
     unsigned char *weights = dynamic + warp * (weight_bytes + a.n_chunks * 128),
                   *x = weights + weight_bytes;
     float acc[4] = {};
-    few_chain<FORMATS, false>(
+    few_chain<FORMATS, FEW_WHOLE>(
         format, acc, w, a.n_chunks, weights, weight_bytes, x, 0, slice, lane, [&] {
             ptx_wait_prior();
             bring_token(x, a.x, a.x_stride, 8 * warp + token, 0, a.n_chunks, lane);
@@ -393,10 +393,10 @@ template <unsigned FORMATS, int PARTS> cudaError_t launch_first(const few_call &
     const args &a = c.gate_up.a;
     const int blocks = c.tokens * c.slots * a.n_tiles * PARTS,
               chunks = few_part_chunks(a.n_chunks, PARTS);
-    /* 8 KB a block besides: so that three or four fit. */
+    /* A ring of a few chunks: the first are worked on while the others come. */
     const int beside = min(4, 1 + (blocks + sm_count() - 1) / sm_count());
-    const int weight_bytes =
-        few_ring(FORMATS, (bgk_format)a.stack_format[0], chunks, WARPS, chunks * 128, beside);
+    const int weight_bytes = few_ring(FORMATS, few_widest(FORMATS), min(chunks, 2 * QUARTERS),
+                                      WARPS, chunks * 128, beside);
     auto go = [&](auto kernel) {
         const cudaError_t e =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);

@@ -125,13 +125,24 @@ static int rounds(int blocks, int at_a_time)
     return (blocks + at_a_time - 1) / at_a_time;
 }
 
+/* Whether few.cu is faster: its warps copy their tokens once for every 16 rows. Decode steps of one
+ * token of Llama-3.1-8B Q4_K_M, tokens/s, with up to 0, 4, 8 and 16 MB of that: 430, 438, 444, 427;
+ * of two 851, 851, 842, 837; of a rank of 8 of GLM-5, ms: 6.45, 6.01, 5.97, 6.03; 7.61, 7.47, 7.38,
+ * 7.45. */
+static bool by_warps(const bgk_weights *w, int tokens)
+{
+    const int64_t rows = tokens <= 1 ? 1 : tokens <= 2 ? 2 : tokens <= 4 ? 4 : 8;
+    return tokens <= 8 &&
+           rows * w->n_tiles * w->n_chunks * 512 <= (tokens == 1 ? 8000000 : 4000000);
+}
+
 /* The fewest tokens that hold all; beyond 64 what takes less: blocks of 64 tokens and rows, two a
  * multiprocessor, or of 128 and 128, which take about 1.4 times as long (measured: README.md). */
 static bgk_shape choose(const bgk_weights *w, int tokens)
 {
     const bool few = w->n_tiles < 2 * sm_count();
     const int blocks = w->n_tiles * ((tokens + 63) / 64);
-    if (tokens <= 8 && w->n_tiles < 4 * sm_count()) return BGK_8W;
+    if (by_warps(w, tokens)) return BGK_8W;
     if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
     if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
     if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;

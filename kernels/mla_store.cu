@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(BLOCK)
     const piece w = piece_at(a.q_norm, threadIdx.x, a.q_rank);
     float acc[4] = {};
     unsigned char *weights = dynamic + (m.n_chunks * 128 << shift) + warp * weight_bytes;
-    few_chain<FORMATS, true>(
+    few_chain<FORMATS, FEW_RING>(
         tile.format, acc, (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format), n,
         weights, weight_bytes, dynamic + (begin * 128 << shift), shift, at % 4, lane, [&] {
             ptx_wait_prior();

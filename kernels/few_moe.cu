@@ -143,8 +143,7 @@ __device__ void score(scores &s, const bgk_moe_choice &c, const biases &first, i
     __syncthreads();
 }
 
-/* The n_used first in order, of equals the one of lower number; each warp by itself, all with the
- * same result, for they share what lies in s. EACH: experts a lane.
+/* The n_used first in order, of equals the one of lower number; by one warp. EACH: experts a lane.
  *
  * Lanes are as many groups as there are choices, or more: each group's largest is at least the
  * least of these, so few others are; they are counted out against each other. */
@@ -204,23 +203,18 @@ template <int EACH> __device__ pick pick_of(scores &s, const bgk_router &r)
     return {id, w * r.scale};
 }
 
-/* All threads of the block, after the kernel with the products, or of the route. */
+/* All threads of the block, after the kernel with the products, or of the route: the expert of a
+ * slot. p: in the first warp, all of the choice. */
 template <int EACH>
-__device__ pick choose(scores &s, const bgk_moe_choice &c, const biases &first, int n_used,
-                       int token)
+__device__ int choose(pick &p, scores &s, const bgk_moe_choice &c, const biases &first, int slot,
+                      int token)
 {
-    if (c.parts) {
-        score(s, c, first, token);
-        return pick_of<EACH>(s, c.r);
-    }
-    const int lane = threadIdx.x % 32;
     const float *route = c.route + token * c.route_cols;
-    pick p = {0, 0};
-    if (lane < n_used) {
-        p.id = expert_in(__ldcg(route + lane), c.r.n_experts);
-        p.weight = __ldcg(route + n_used + lane);
-    }
-    return p;
+    if (!c.parts) return expert_in(__ldcg(route + slot), c.r.n_experts);
+    score(s, c, first, token);
+    if (threadIdx.x < 32) p = pick_of<EACH>(s, c.r);
+    __syncthreads();
+    return s.chosen[slot];
 }
 
 /* ---- products ---- */
@@ -299,8 +293,8 @@ __global__ void __launch_bounds__(WARPS * 32, 3)
         ptx_wait_prior();
         if (!writes) ptx_let_next_start();
         start_token(tokens, a.x, a.x_stride, token, begin, n, lane);
-        const pick p = choose<EACH>(s, f.c, first, f.n_used, token);
-        e = __shfl_sync(~0u, p.id, slot);
+        pick p;
+        e = choose<EACH>(p, s, f.c, first, slot, token);
         if (writes) { /* whoever starts then finds it */
             if (warp == 0) {
                 float *route = f.c.route + token * f.c.route_cols;

@@ -752,14 +752,7 @@ __device__ __forceinline__ void multiply_as(float (&acc)[RB][N / 2], const args 
     }
 }
 
-/* Sums of parts that go through shared memory to who has the first, of a warpgroup. */
-__host__ __device__ constexpr int sums_sent(int parts, bool in_turn)
-{
-    return parts > 1 && in_turn ? 2 : parts - 1;
-}
-
-/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts; with
- * two PARTS each takes two of four. */
+/* PARTS: parts of K at a time, by WGS warpgroups each. IN_TURN: one warpgroup takes all parts. */
 template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
           bool GROUPED = false>
 __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
@@ -774,10 +767,8 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     const int part = g < GROUPS ? g / WGS : min(t / 32, PARTS - 1), group = g % WGS;
     ring r = {ptx_shared(barriers[part][0]), ptx_shared(barriers[part][1]),
               data + part * a.stages * a.stage_bytes, 0, 0};
-    static_assert(PARTS == 1 || !IN_TURN || PARTS == 2, "two of four parts each");
-    constexpr int TURNS = IN_TURN && PARTS > 1 ? 2 : 1;
-    const int begin = PARTS > 1 ? part_begin(a, part * TURNS) : 0;
-    const int n = (PARTS > 1 ? part_begin(a, (part + 1) * TURNS) : a.n_chunks) - begin;
+    const int begin = PARTS > 1 ? part_begin(a, part) : 0;
+    const int n = (PARTS > 1 ? part_begin(a, part + 1) : a.n_chunks) - begin;
     if (threadIdx.x == 0) {
         for (int i = 0; i < PARTS * MAX_STAGES; i++) {
             mbar_init(ptx_shared(&barriers[i / MAX_STAGES][0][i % MAX_STAGES]), 1);
@@ -797,7 +788,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     int4 item = item_of<GROUPED>(a, at.item); /* the first; of all in time for its place */
     const int n_places = a.row_blocks * (GROUPED ? __ldcg(a.n_items) : a.token_blocks);
     /* Behind the rings: sums of parts 1.. on their way to the first, then scales. */
-    constexpr int SENT = sums_sent(PARTS, IN_TURN), SUMS = SENT * WGS * N * 256;
+    constexpr int SUMS = (PARTS - 1) * WGS * N * 256;
     const uint32_t behind = data + PARTS * a.stages * a.stage_bytes, scales = behind + SUMS;
     if (g == GROUPS) {
         ptx_fewer_registers<few(GROUPS, BLOCKS, GROUPED)>();
@@ -826,20 +817,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
-        float kept[TURNS > 1 ? N / 2 : 1]; /* the first of two parts */
-        if constexpr (TURNS > 1) {
-            const int half = part_begin(a, 2 * part + 1) - begin;
-            multiply_as<F, N, RB, SC>(acc, a, r, half, group, t, format);
-#pragma unroll
-            for (int k = 0; k < N / 2; k++) {
-                kept[k] = acc[0][k];
-                acc[0][k] = 0.0f;
-            }
-            multiply_as<F, N, RB, SC>(acc, a, r, n - half, group, t, format);
-#pragma unroll
-            for (int k = 0; k < N / 2; k++)
-                if (part == 0) acc[0][k] += kept[k];
-        } else if constexpr (IN_TURN) {
+        if constexpr (IN_TURN) {
             float sum[RB][N / 2];
 #pragma unroll
             for (int k = 0; k < RB * N / 2; k++)
@@ -864,17 +842,17 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             static_assert(PARTS == 1 || RB == 1, "one tile a warpgroup");
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); /* read until here */
             if (part > 0) {
-                const uint32_t to = sums + (TURNS > 1 ? 0 : part - 1) * (N / 2) * WGS * 512;
 #pragma unroll
-                for (int k = 0; k < TURNS * (N / 2); k++)
-                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + k * WGS * 512),
-                                 "f"(TURNS == 1 || k >= N / 2 ? acc[0][k % (N / 2)] : kept[k])
+                for (int k = 0; k < N / 2; k++)
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + ((part - 1) * (N / 2) + k) *
+                                                                            WGS * 512),
+                                 "f"(acc[0][k])
                                  : "memory");
             }
             asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
             if (part > 0) continue;
 #pragma unroll 1
-            for (int other = 0; other < SENT; other++)
+            for (int other = 0; other < PARTS - 1; other++)
 #pragma unroll
                 for (int k = 0; k < N / 2; k++) {
                     float v;
@@ -955,7 +933,7 @@ template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, boo
           bool GROUPED = false>
 cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
 {
-    constexpr int TILES = WGS * RB, SUMS = sums_sent(PARTS, IN_TURN) * WGS * N * 256;
+    constexpr int TILES = WGS * RB, SUMS = (PARTS - 1) * WGS * N * 256;
     constexpr int REST = SUMS + (GROUPED ? SCALE_SLOTS * TILES * 256 : 0);
     auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN, GROUPED>;
     static const cudaError_t ready =
@@ -1001,9 +979,7 @@ cudaError_t launch_parts(const args &a, int w_bytes, cudaStream_t stream)
     case 2:
         return launch<F, N, 1, 1, TWO_SC, 1, 2, false, GROUPED>(a, w_bytes, stream);
     default:
-        if constexpr (N > 32 && !GROUPED && F != ALL) /* too few registers for four warpgroups */
-            return launch<F, N, 1, 1, SC, 1, 2, true>(a, w_bytes, stream);
-        else if constexpr (N > 32 || F == ALL)
+        if constexpr (N > 32 || F == ALL) /* too few registers for four warpgroups */
             return launch<F, N, 1, 1, SC, TURN_BLOCKS, 1, true, GROUPED>(a, w_bytes, stream);
         else
             return launch<F, N, 1, 1, SC, 1, 4, false, GROUPED>(a, w_bytes, stream);

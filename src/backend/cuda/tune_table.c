@@ -18,7 +18,6 @@
 int bg_cuda_splits(int64_t n_tiles, int64_t k)
 {
     if (n_tiles > 200) return 1;
-    if (n_tiles <= 44 && k >= 4096) return 4;
     return k >= 1024 ? 2 : 1;
 }
 

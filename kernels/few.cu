@@ -1,6 +1,6 @@
 /* kernels/few.cu - out = x W^T for up to 8 tokens where latency counts: a warp takes 16 rows and a
- * part of K, and has its first chunks of weights in registers before the kernel before it ends. A
- * block is small, so that those of the next kernels fit beside it and fetch as well.
+ * part of K, and has its weights, or the first of them, in shared memory before the kernel before
+ * it ends. A block is small, so that those of the next kernels fit beside it and fetch as well.
  *
  * Requires: bgk.h; room for the tokens of a part of K (bgk_few_fits()); sm_90a (where the bits of
  * mma.sync are those of wgmma).

@@ -26,7 +26,7 @@ struct few_args {
     int n_used, n_shared;
 };
 
-/* ---- the choice: bgk_route()'s for one token, by every warp ---- */
+/* ---- the choice: bgk_route()'s for one token, by every block ---- */
 
 struct pick { /* lane j: choice j */
     int id;
@@ -240,8 +240,8 @@ __device__ rows rows_of(const args &a, int e, int tile, int t)
             min(64, a.n_out - tile * 64)};
 }
 
-/* One token's n groups from group0 on, as row 0 of a tile; by a warp. The second: one of its groups
- * of copies. */
+/* One token's n groups from group0 on, as row 0 of a tile; by a warp: at once, or as one group of
+ * copies. */
 __device__ void bring_token(unsigned char *to, const __half *x, int64_t stride, int row, int group0,
                             int n, int lane)
 {

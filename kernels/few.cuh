@@ -1,6 +1,6 @@
-/* kernels/few.cuh - a warp with 16 rows of a weight tile and up to 8 tokens: its weights are on their
- * way to shared memory, or there, long before the kernel before has ended; for few.cu, few_moe.cu
- * and mla_store.cu.
+/* kernels/few.cuh - a warp with 16 rows of a weight tile and up to 8 tokens: its weights are on
+ * their way to shared memory, or there, long before the kernel before has ended; for few.cu,
+ * few_moe.cu and mla_store.cu.
  *
  * mma.sync's sums are bit for bit those of wgmma (matmul.cuh) in the same order of K: tests compare
  * the two. A warp's 16 rows are `slice` 0..3 of a tile: what thread 32 slice + lane of matmul.cuh's

@@ -104,6 +104,8 @@ $(CUDA_OBJS): CFLAGS += -fPIC -fvisibility=hidden
 $(BUILD)/kernels/%.o: kernels/%.cu
 	@mkdir -p $(@D)
 	$(Q)$(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -Xcompiler -fPIC,-fvisibility=hidden -MMD -MP -c -o $@ $<
+# An object without a list of its headers beside it (of a build before there were lists) is made again.
+$(foreach o,$(CU_OBJS),$(if $(wildcard $(o:.o=.d)),,$(eval $(o): again)))
 
 $(BUILD)/libbatchgen_cuda.so: $(CU_OBJS) $(CUDA_OBJS)
 	$(Q)$(NVCC) -shared -cudart static $(GENCODE) -o $@ $^ -ljansson
@@ -248,5 +250,5 @@ clean:
 	rm -rf build build-*
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
-.PHONY: all one setup demo test test-all fuzz fuzz-run crash slurm format lint bench install clean
+.PHONY: again all one setup demo test test-all fuzz fuzz-run crash slurm format lint bench install clean
 .SECONDARY:

@@ -504,7 +504,7 @@ bg_status bg_op_linear_glu(bg_backend *b, bg_act *out, bg_act *gate_up, const bg
 /* route[t] = the n_used experts chosen for h[t], best first (their numbers, as floats), then their
  * n_used weights, then the weight of bg_op_moe's `add`: cols >= 2 n_used + 1. Choice by value,
  * equal ones by lower number; float32, so all ranks of a replica choose the same. h: an input
- * buffer. */
+ * buffer. Without --check a backend may leave it to moe, which comes next. */
 bg_status bg_op_route(bg_backend *b, bg_act *route, const bg_router *r, const bg_act *h,
                       bg_error *err);
 /* out[t] = sum over the chosen, in the order of route, of weight * (down_e(fn(gate_e h) * up_e h) +
@@ -513,7 +513,8 @@ bg_status bg_op_route(bg_backend *b, bg_act *route, const bg_router *r, const bg
 bg_status bg_op_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
                     const bg_act *h, const bg_act *add, bg_error *err);
 /* qa[t] = rms(q latent) (an input buffer; NULL with q_rank 0); the cache gets [rms(kv latent) |
- * rope key, rotated] of every row at its position. */
+ * rope key, rotated] of every row at its position. Without --check a backend may leave it to the
+ * linear of qa, which comes next. */
 bg_status bg_op_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                           bg_error *err);
 /* q_lat[t, h * kv_rank ..] = k_b's block h times q's head h (its first nope values). q and q_lat

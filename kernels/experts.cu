@@ -77,50 +77,19 @@ cudaError_t bgk_moe_matmul(const bgk_out *out, const bgk_weights *w, const bgk_o
         const cudaError_t st = bgk_experts_few(out, w, x, m, list_done, stream);
         if (st != cudaErrorNotSupported) return st;
     }
-    args a = {};
-    for (int i = 0; i < 2; i++) {
-        a.stack[i] = (const char *)w->stack[i];
-        a.stack_format[i] = w->stack_format[i];
-    }
-    a.n_first = w->n_first;
-    a.n_out = w->n_out;
-    a.row_scale = w->row_scale;
-    a.bias = w->bias;
-    a.x = (const __half *)x->data;
-    a.x_stride = x->stride;
+    args a = stack_args(out, w, x, fn);
     a.h = h ? (const __half *)h->data : nullptr;
     a.h_stride = h ? h->stride : 0;
-    a.out = out->data;
-    a.out_stride = out->stride;
-    a.n_tiles = w->n_tiles;
-    a.n_chunks = w->n_chunks;
-    a.splits = w->splits;
-    a.n_ff = w->n_ff;
-    a.fn = fn;
-    a.layout = out->layout;
     a.items = m->items;
     a.n_items = m->n_items;
     a.second = !h;
     a.list_done = list_done;
     a.token_blocks = (int)most;
     const int w_bytes = largest_chunk(w->formats);
-    constexpr unsigned W4 = 1u << BGK_W4, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8, W16 = 1u << BGK_W16;
-    switch (w->formats) {
-    case W4:
-        return launch_items<W4>(a, w_bytes, m->n, stream);
-    case W6:
-        return launch_items<W6>(a, w_bytes, m->n, stream);
-    case W8:
-        return launch_items<W8>(a, w_bytes, m->n, stream);
-    case W16:
-        return launch_items<W16>(a, w_bytes, m->n, stream);
-    case W4 | W6: /* Q4_K with Q6_K */
-        return launch_items<W4 | W6>(a, w_bytes, m->n, stream);
-    case W4 | W8: /* shared experts of 8 bits */
-        return launch_items<W4 | W8>(a, w_bytes, m->n, stream);
-    case W6 | W8:
-        return launch_items<W6 | W8>(a, w_bytes, m->n, stream);
-    default:
-        return launch_items<ALL>(a, w_bytes, m->n, stream);
-    }
+    return by_formats<W4, W6, W8, W16, W4 | W6, W4 | W8,
+                      W6 | W8>(/* shared ones may be W8 */
+                               w->formats, [&](auto f) {
+                                   return launch_items<decltype(f)::value>(a, w_bytes, m->n,
+                                                                           stream);
+                               });
 }

@@ -27,7 +27,6 @@
 namespace
 {
 
-constexpr int G = 1; /* warps of a ring, 1 or 2: they share a tile's 64 rows */
 constexpr int MOST_RINGS = 4, LEAST_RINGS = 3, RING_STAGES = 2, BLOCKS_EACH = 2, MOST_CHUNKS = 8;
 /* A stage: chunks, as many of the tile's as there is room for (4 of W4, 1 of W16); with the tile's
  * last, its scales and biases. */
@@ -91,15 +90,6 @@ __device__ int first_tile(const few_args &a, int n_items, int r, int n)
     if (r >= n) return front + rest;
     if (at < size) return (int)((at + a.bytes[1] - 1) / a.bytes[1]);
     return front + (int)((at - size + a.bytes[0] - 1) / a.bytes[0]);
-}
-
-/* All warps of the ring: what they have read and written comes before what they do next. */
-__device__ void ring_sync(int ring)
-{
-    if constexpr (G == 1)
-        __syncwarp();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + ring), "n"(32 * G) : "memory");
 }
 
 /* createpolicy: what is read by it leaves L2 before all else. */
@@ -219,27 +209,25 @@ __device__ __forceinline__ void write_tokens(__half *out, int64_t stride, uint32
 }
 
 template <unsigned F, int N>
-__global__ void __launch_bounds__(MOST_RINGS *G * 32, BLOCKS_EACH)
+__global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
     experts_few(const __grid_constant__ few_args a)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int SLICES = 4 / G; /* a warp's */
-    static_assert(SLICES % 2 == 0, "slices are multiplied two by two");
+    constexpr int SLICES = 4; /* of a tile */
     extern __shared__ uint8_t dynamic[];
     __shared__ uint64_t barriers[MOST_RINGS][RING_STAGES + 1];
-    const int lane = threadIdx.x % 32, ring = threadIdx.x / (32 * G), member = threadIdx.x / 32 % G;
+    const int lane = threadIdx.x % 32, ring = threadIdx.x / 32;
     const uint32_t full = ptx_shared(barriers[ring]), x_full = full + 8 * RING_STAGES;
     uint8_t *const memory =
         dynamic + (-ptx_shared(dynamic) & (ALIGNMENT - 1)) + (size_t)ring * (size_t)a.ring_bytes;
     uint8_t *const x = memory + RING_STAGES * STAGE_BYTES;
-    const uint32_t data = ptx_shared(memory),
-                   lines = ptx_shared(x) + a.n_chunks * N * 128 + member * (LINES / G);
-    if (member == 0 && lane == 0) {
+    const uint32_t data = ptx_shared(memory), lines = ptx_shared(x) + a.n_chunks * N * 128;
+    if (lane == 0) {
         for (int i = 0; i <= RING_STAGES; i++)
             mbar_init(full + 8 * i, 1);
         mbar_init_fence();
     }
-    ring_sync(ring);
+    __syncwarp();
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (!a.list_done) ptx_wait_prior();
     ptx_let_next_start();
@@ -290,12 +278,11 @@ __global__ void __launch_bounds__(MOST_RINGS *G * 32, BLOCKS_EACH)
                           bytes, x_full);
         __syncwarp();
     };
-    if (member == 0)
-        for (int i = 0; i < RING_STAGES; i++)
-            bring(i);
+    for (int i = 0; i < RING_STAGES; i++)
+        bring(i);
     ptx_wait_prior();
     if (begin == end) return;
-    if (member == 0) bring_x(now.item);
+    bring_x(now.item);
     int stage = 0, phase = 0, x_phase = 0;
     bool fresh = true; /* the item */
     for (int i = begin; i < end; i++) {
@@ -312,31 +299,31 @@ __global__ void __launch_bounds__(MOST_RINGS *G * 32, BLOCKS_EACH)
         for (int c = 0; c < a.n_chunks; c += per) {
             const uint32_t w = data + stage * STAGE_BYTES;
             mbar_wait(full + 8 * stage, phase);
-            const int count = min(per, a.n_chunks - c), t = 32 * SLICES * member + lane;
+            const int count = min(per, a.n_chunks - c);
             if (N > 8 && now.item.w > 8)
-                multiply_any<F, N, SLICES, N / 8>(acc, x + c * N * 128, w, count, t, format);
+                multiply_any<F, N, SLICES, N / 8>(acc, x + c * N * 128, w, count, lane, format);
             else
-                multiply_any<F, N, SLICES, 1>(acc, x + c * N * 128, w, count, t, format);
+                multiply_any<F, N, SLICES, 1>(acc, x + c * N * 128, w, count, lane, format);
             if (c + per >= a.n_chunks) {
 #pragma unroll
                 for (int j = 0; j < 2 * SLICES; j++) {
-                    const int row = 16 * (SLICES * member + j / 2) + 8 * (j % 2) + lane / 4;
+                    const int row = 16 * (j / 2) + 8 * (j % 2) + lane / 4;
                     scale[j / 2][j % 2] = __uint_as_float(shared4(w + STAGE_SCALES + 4 * row));
                     bias[j / 2][j % 2] =
                         a.bias ? __uint_as_float(shared4(w + STAGE_BIAS + 4 * row)) : 0.0f;
                 }
             }
-            ring_sync(ring);
-            if (member == 0) bring(stage);
+            __syncwarp();
+            bring(stage);
             if (++stage == RING_STAGES) {
                 stage = 0;
                 phase ^= 1;
             }
         }
         const int4 item = now.item;
-        const int col = now.tile * 64 + 16 * SLICES * member;
+        const int col = now.tile * 64;
         fresh = now.step(a);
-        if (fresh && member == 0 && i + 1 < end) bring_x(now.item);
+        if (fresh && i + 1 < end) bring_x(now.item);
 #pragma unroll
         for (int h = 0; h < N / 8; h++) {
             if (8 * h >= item.w) break;
@@ -363,8 +350,7 @@ template <unsigned F, int N> cudaError_t launch_few(few_args a, cudaStream_t str
     a.rings = min(MOST_RINGS, (BLOCK_SHARED - ALIGNMENT) / a.ring_bytes);
     if (a.rings < LEAST_RINGS) return cudaErrorNotSupported;
     return launch_after(experts_few<F, N>, dim3(min(a.most * a.n_tiles, sm_count() * BLOCKS_EACH)),
-                        dim3(a.rings * G * 32), (size_t)a.rings * a.ring_bytes + ALIGNMENT, stream,
-                        a);
+                        dim3(a.rings * 32), (size_t)a.rings * a.ring_bytes + ALIGNMENT, stream, a);
 }
 
 template <unsigned F> cudaError_t launch_few(const few_args &a, int n, cudaStream_t stream)
@@ -403,23 +389,6 @@ cudaError_t bgk_experts_few(const bgk_out *out, const bgk_weights *w, const bgk_
     a.most = (int)bgk_moe_items(m);
     a.front = m->n_shared * ((m->tokens + m->n - 1) / m->n);
     a.list_done = list_done;
-    constexpr unsigned W4 = 1u << BGK_W4, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8, W16 = 1u << BGK_W16;
-    switch (w->formats) {
-    case W4:
-        return launch_few<W4>(a, m->n, stream);
-    case W6:
-        return launch_few<W6>(a, m->n, stream);
-    case W8:
-        return launch_few<W8>(a, m->n, stream);
-    case W16:
-        return launch_few<W16>(a, m->n, stream);
-    case W4 | W6:
-        return launch_few<W4 | W6>(a, m->n, stream);
-    case W4 | W8:
-        return launch_few<W4 | W8>(a, m->n, stream);
-    case W6 | W8:
-        return launch_few<W6 | W8>(a, m->n, stream);
-    default:
-        return launch_few<ALL>(a, m->n, stream);
-    }
+    return by_formats<W4, W6, W8, W16, W4 | W6, W4 | W8, W6 | W8>(
+        w->formats, [&](auto f) { return launch_few<decltype(f)::value>(a, m->n, stream); });
 }

@@ -109,20 +109,7 @@ cudaError_t bgk_few(const bgk_out *out, const bgk_weights *w, const void *x, int
     const args a = args_of(out, w, x, x_stride, tokens, fn);
     const int shift = shift_of(tokens);
     const size_t bytes = token_bytes(w, tokens);
-    switch (w->formats) {
-    case 1u << BGK_W4:
-        return launch_few<1u << BGK_W4>(a, shift, bytes, stream);
-    case 1u << BGK_W5:
-        return launch_few<1u << BGK_W5>(a, shift, bytes, stream);
-    case 1u << BGK_W6:
-        return launch_few<1u << BGK_W6>(a, shift, bytes, stream);
-    case 1u << BGK_W8:
-        return launch_few<1u << BGK_W8>(a, shift, bytes, stream);
-    case 1u << BGK_W16:
-        return launch_few<1u << BGK_W16>(a, shift, bytes, stream);
-    case 1u << BGK_W4 | 1u << BGK_W6: /* Q4_K with Q6_K */
-        return launch_few<1u << BGK_W4 | 1u << BGK_W6>(a, shift, bytes, stream);
-    default:
-        return launch_few<ALL>(a, shift, bytes, stream);
-    }
+    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(w->formats, [&](auto f) {
+        return launch_few<decltype(f)::value>(a, shift, bytes, stream);
+    });
 }

@@ -382,7 +382,7 @@ struct few_call {
     cudaStream_t stream;
 };
 
-template <unsigned FORMATS, int PARTS> cudaError_t launch_first(const few_call &c)
+template <unsigned FORMATS, int PARTS, int EACH> cudaError_t launch_first(const few_call &c)
 {
     const args &a = c.gate_up.a;
     const int blocks = c.tokens * c.slots * a.n_tiles * PARTS,
@@ -391,16 +391,18 @@ template <unsigned FORMATS, int PARTS> cudaError_t launch_first(const few_call &
     const int beside = min(4, 1 + (blocks + sm_count() - 1) / sm_count());
     const int weight_bytes = few_ring(FORMATS, few_widest(FORMATS), min(chunks, 2 * QUARTERS),
                                       WARPS, chunks * 128, beside);
-    auto go = [&](auto kernel) {
-        const cudaError_t e =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
-        return e != cudaSuccess ? e
-                                : launch_after(kernel, dim3(blocks), dim3(WARPS * 32),
-                                               (size_t)WARPS * (chunks * 128 + weight_bytes),
-                                               c.stream, c.gate_up, weight_bytes);
-    };
-    return c.gate_up.c.r.n_experts <= 256 ? go(few_gate_up<FORMATS, PARTS, 8>)
-                                          : go(few_gate_up<FORMATS, PARTS, 16>);
+    static const cudaError_t ready = cudaFuncSetAttribute(
+        few_gate_up<FORMATS, PARTS, EACH>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+    if (ready != cudaSuccess) return ready;
+    return launch_after(few_gate_up<FORMATS, PARTS, EACH>, dim3(blocks), dim3(WARPS * 32),
+                        (size_t)WARPS * (chunks * 128 + weight_bytes), c.stream, c.gate_up,
+                        weight_bytes);
+}
+
+template <unsigned FORMATS, int PARTS> cudaError_t launch_first(const few_call &c)
+{
+    return c.gate_up.c.r.n_experts <= 256 ? launch_first<FORMATS, PARTS, 8>(c)
+                                          : launch_first<FORMATS, PARTS, 16>(c);
 }
 
 template <unsigned FORMATS> cudaError_t launch_first(const few_call &c)
@@ -435,52 +437,6 @@ template <unsigned FORMATS> cudaError_t launch_second(const few_call &c, const b
                         bytes, c.stream, c.down, ring, c.out, c.out_cols, c.add, c.add_cols);
 }
 
-args side_of(const bgk_weights *w, const bgk_out *x, const bgk_out *out, bgk_act fn)
-{
-    args a = {};
-    for (int i = 0; i < 2; i++) {
-        a.stack[i] = (const char *)w->stack[i];
-        a.stack_format[i] = w->stack_format[i];
-    }
-    a.n_first = w->n_first;
-    a.n_out = w->n_out;
-    a.row_scale = w->row_scale;
-    a.bias = w->bias;
-    a.x = (const __half *)x->data;
-    a.x_stride = x->stride;
-    if (out) {
-        a.out = out->data;
-        a.out_stride = out->stride;
-        a.layout = out->layout;
-    }
-    a.n_tiles = w->n_tiles;
-    a.n_chunks = w->n_chunks;
-    a.splits = w->splits;
-    a.n_ff = w->n_ff;
-    a.fn = fn;
-    return a;
-}
-
-constexpr unsigned W4 = 1u << BGK_W4, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8, W16 = 1u << BGK_W16;
-
-template <typename F> cudaError_t by_formats(unsigned formats, F f)
-{
-    switch (formats) {
-    case W4:
-        return f(std::integral_constant<unsigned, W4>());
-    case W6:
-        return f(std::integral_constant<unsigned, W6>());
-    case W8:
-        return f(std::integral_constant<unsigned, W8>());
-    case W4 | W8: /* shared experts of 8 bits */
-        return f(std::integral_constant<unsigned, W4 | W8>());
-    case W6 | W8:
-        return f(std::integral_constant<unsigned, W6 | W8>());
-    default:
-        return f(std::integral_constant<unsigned, ALL>());
-    }
-}
-
 } // namespace
 
 bool bgk_moe_few_fits(const bgk_weights *gate_up, const bgk_weights *down, const bgk_moe *m)
@@ -489,7 +445,8 @@ bool bgk_moe_few_fits(const bgk_weights *gate_up, const bgk_weights *down, const
     int ring;
     return m->tokens <= BGK_MOE_FEW && m->n_used + m->n_shared <= MOST_SLOTS && gate_up->n_ff > 0 &&
            !gate_up->block_tiles && !down->block_tiles &&
-           few_ring(gate_up->formats, gate_up->stack_format[0], chunks, WARPS, chunks * 128, 1) &&
+           few_ring(gate_up->formats, few_widest(gate_up->formats), chunks, WARPS, chunks * 128,
+                    1) &&
            down->splits == 1 && second_bytes(down, m->n_used + m->n_shared, &ring);
 }
 
@@ -514,8 +471,9 @@ cudaError_t bgk_moe_few(float *out, int64_t out_cols, const bgk_weights *gate_up
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!m->tokens) return cudaSuccess;
     few_call c = {};
-    c.gate_up = {side_of(gate_up, h, act, fn), *choice, m->n_used, m->n_shared};
-    c.down = {side_of(down, act, nullptr, fn), *choice, m->n_used, m->n_shared};
+    const bgk_out to = {out, BGK_ROWS, out_cols};
+    c.gate_up = {stack_args(act, gate_up, h, fn), *choice, m->n_used, m->n_shared};
+    c.down = {stack_args(&to, down, act, fn), *choice, m->n_used, m->n_shared};
     c.out = out;
     c.out_cols = out_cols;
     c.add = add;
@@ -523,9 +481,9 @@ cudaError_t bgk_moe_few(float *out, int64_t out_cols, const bgk_weights *gate_up
     c.tokens = m->tokens;
     c.slots = slots;
     c.stream = stream;
-    const cudaError_t e =
-        by_formats(gate_up->formats, [&](auto f) { return launch_first<decltype(f)::value>(c); });
+    const cudaError_t e = by_formats<W4, W6, W8, W4 | W8, W6 | W8>(
+        gate_up->formats, [&](auto f) { return launch_first<decltype(f)::value>(c); });
     if (e != cudaSuccess) return e;
-    return by_formats(down->formats,
-                      [&](auto f) { return launch_second<decltype(f)::value>(c, down); });
+    return by_formats<W4, W6, W8, W4 | W8, W6 | W8>(
+        down->formats, [&](auto f) { return launch_second<decltype(f)::value>(c, down); });
 }

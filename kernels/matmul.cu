@@ -96,28 +96,15 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!tokens) return cudaSuccess;
     const int w_bytes = largest_chunk(w->formats);
-    if (shape != BGK_8W) shape = within(shape, w->block_tiles);
-    if (shape == BGK_8W) {
-        if (bgk_few_fits(w, tokens)) return bgk_few(out, w, x, x_stride, tokens, fn, stream);
-        shape = BGK_8X1;
-    }
+    if (shape == BGK_8W && bgk_few_fits(w, tokens))
+        return bgk_few(out, w, x, x_stride, tokens, fn, stream);
+    shape = within(shape == BGK_8W ? BGK_8X1 : shape, w->block_tiles);
     const args a = args_of(out, w, x, x_stride, tokens, fn);
-    switch (w->formats) {
-    case 1u << BGK_W4:
-        return launch_shape<1u << BGK_W4>(a, w_bytes, shape, stream);
-    case 1u << BGK_W5:
-        return launch_shape<1u << BGK_W5>(a, w_bytes, shape, stream);
-    case 1u << BGK_W6:
-        return launch_shape<1u << BGK_W6>(a, w_bytes, shape, stream);
-    case 1u << BGK_W8:
-        return launch_shape<1u << BGK_W8>(a, w_bytes, shape, stream);
-    case 1u << BGK_W16:
-        return launch_shape<1u << BGK_W16>(a, w_bytes, shape, stream);
-    case 1u << BGK_W4 | 1u << BGK_W6: /* Q4_K with Q6_K */
-        return launch_shape<1u << BGK_W4 | 1u << BGK_W6>(a, w_bytes, shape, stream);
-    default:
-        return launch_shape<ALL>(a, w_bytes, shape, stream);
-    }
+    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(
+        w->formats, [&](auto f) { /* Q4_K with Q6_K */
+                                  return launch_shape<decltype(f)::value>(a, w_bytes, shape,
+                                                                          stream);
+        });
 }
 
 static int rounds(int blocks, int at_a_time)
@@ -127,8 +114,8 @@ static int rounds(int blocks, int at_a_time)
 
 /* Whether few.cu is faster: its warps copy their tokens once for every 16 rows. Decode steps of one
  * token of Llama-3.1-8B Q4_K_M, tokens/s, with up to 0, 4, 8 and 16 MB of that: 430, 438, 444, 427;
- * of two 851, 851, 842, 837; of a rank of 8 of GLM-5, ms: 6.45, 6.01, 5.97, 6.03; 7.61, 7.47, 7.38,
- * 7.45. */
+ * of two 851, 851, 842, 837; of a rank of 8 of GLM-5 (its q_a and kv_a in four parts of K),
+ * ms: 6.45, 6.01, 5.97, 6.03; 7.61, 7.47, 7.38, 7.45. */
 static bool by_warps(const bgk_weights *w, int tokens)
 {
     const int64_t rows = tokens <= 1 ? 1 : tokens <= 2 ? 2 : tokens <= 4 ? 4 : 8;

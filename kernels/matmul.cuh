@@ -3,6 +3,8 @@
 #ifndef BGK_MATMUL_CUH
 #define BGK_MATMUL_CUH
 
+#include <type_traits>
+
 #include <cuda_fp16.h>
 
 #include "bgk.h"
@@ -905,6 +907,19 @@ inline args args_of(const bgk_out *out, const bgk_weights *w, const void *x, int
     return a;
 }
 
+/* Of stacked experts (bgk_moe_matmul()), without what says which of them. */
+inline args stack_args(const bgk_out *out, const bgk_weights *w, const bgk_out *x, bgk_act fn)
+{
+    args a = args_of(out, w, x->data, x->stride, 0, fn);
+    a.tiles = nullptr;
+    for (int i = 0; i < 2; i++) {
+        a.stack[i] = (const char *)w->stack[i];
+        a.stack_format[i] = w->stack_format[i];
+    }
+    a.n_first = w->n_first;
+    return a;
+}
+
 inline bool on_hopper()
 {
     static const bool yes = [] {
@@ -992,6 +1007,18 @@ cudaError_t launch_in_turn(const args &a, int w_bytes, cudaStream_t stream)
 {
     if (a.splits > 1) return launch<F, N, WGS, 1, 2, BLOCKS, 1, true, GROUPED>(a, w_bytes, stream);
     return launch<F, N, WGS, 1, 2, BLOCKS, 1, false, GROUPED>(a, w_bytes, stream);
+}
+
+constexpr unsigned W4 = 1u << BGK_W4, W5 = 1u << BGK_W5, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8,
+                   W16 = 1u << BGK_W16;
+
+/* f(integral_constant) of that of SETS which `formats` is, or of ALL. */
+template <unsigned... SETS, typename F> cudaError_t by_formats(unsigned formats, F f)
+{
+    cudaError_t e = cudaSuccess;
+    const bool found =
+        ((formats == SETS && (e = f(std::integral_constant<unsigned, SETS>()), true)) || ...);
+    return found ? e : f(std::integral_constant<unsigned, ALL>());
 }
 
 inline int largest_chunk(unsigned formats)

@@ -345,6 +345,19 @@ bool store_args_of(store_args *out, const bgk_out *qa, const float *in, int64_t 
     return true;
 }
 
+template <unsigned FORMATS, int PARTS>
+cudaError_t launch_both(const store_args &a, const args &m, int shift, int ring, size_t bytes,
+                        cudaStream_t stream)
+{
+    static const cudaError_t ready =
+        cudaFuncSetAttribute(store_and_multiply<FORMATS, PARTS>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+    if (ready != cudaSuccess) return ready;
+    return launch_after(store_and_multiply<FORMATS, PARTS>,
+                        dim3(a.rows.rows + m.n_tiles * 4 * PARTS / WARPS), dim3(BLOCK), bytes,
+                        stream, a, m, shift, ring);
+}
+
 size_t row_bytes(const store_args &a)
 {
     return (size_t)(a.q_rank + a.cache.k_dim + a.rope.n_rot) * sizeof(float);
@@ -389,7 +402,6 @@ cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const
 {
     store_args a;
     if (!bgk_mla_store_linear_fits(w, cache, q_rank, r->rows) || qa->layout != BGK_TILES ||
-
         !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope))
         return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;
@@ -401,26 +413,10 @@ cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const
                               few_part_chunks(w->n_chunks, w->splits), WARPS, tokens / WARPS, 1);
     const size_t needs = tokens + (size_t)WARPS * ring,
                  bytes = needs > row_bytes(a) ? needs : row_bytes(a);
-    auto go = [&](auto kernel) {
-        const cudaError_t e =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
-        return e != cudaSuccess
-                   ? e
-                   : launch_after(kernel, dim3(r->rows + w->n_tiles * 4 * w->splits / WARPS),
-                                  dim3(BLOCK), bytes, stream, a, m, shift, ring);
-    };
-    auto by_parts = [&](auto formats) {
-        constexpr unsigned FORMATS = decltype(formats)::value;
-        return w->splits == 1   ? go(store_and_multiply<FORMATS, 1>)
-               : w->splits == 2 ? go(store_and_multiply<FORMATS, 2>)
-                                : go(store_and_multiply<FORMATS, 4>);
-    };
-    switch (w->formats) {
-    case 1u << BGK_W4:
-        return by_parts(std::integral_constant<unsigned, 1u << BGK_W4>());
-    case 1u << BGK_W8:
-        return by_parts(std::integral_constant<unsigned, 1u << BGK_W8>());
-    default:
-        return by_parts(std::integral_constant<unsigned, ALL>());
-    }
+    return by_formats<W4, W8>(w->formats, [&](auto f) {
+        constexpr unsigned FORMATS = decltype(f)::value;
+        return w->splits == 1   ? launch_both<FORMATS, 1>(a, m, shift, ring, bytes, stream)
+               : w->splits == 2 ? launch_both<FORMATS, 2>(a, m, shift, ring, bytes, stream)
+                                : launch_both<FORMATS, 4>(a, m, shift, ring, bytes, stream);
+    });
 }

@@ -83,13 +83,12 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs)
     const bg_steps *s = &c->s;
     const int32_t *block0 = host - (c->att_plan - c->block0);
     bgk_item *item = (bgk_item *)host;
-    const int unit = c->mla.latent ? BGK_MLA_UNIT : BGK_UNIT;
     int n = 0, parts = 0;
     for (int i = 0; i < s->n_seqs; i++) {
         const bg_step_seq *q = &s->seqs[i];
         if (q->n_tokens != 1) continue;
         item[n++] = (bgk_item){q->row0, q->pos0, block0[i], parts};
-        parts += q->pos0 / unit + 1;
+        parts += q->pos0 / BGK_UNIT + 1; /* latent attention counts its own */
     }
     for (int i = s->n_rows; i < rows; i++) { /* padding: position 0, a sequence for each */
         const int seq = s->n_seqs + i - s->n_rows;

@@ -157,6 +157,8 @@ typedef struct bgk_weights {
     int n_out;        /* columns of the result; for BGK_TILES without glu */
     int block_tiles;  /* not 0: so many tiles at a time have the same x_chunk0 */
     uint8_t shape[BGK_TOKEN_CLASSES]; /* 1 + bgk_shape for so many tokens; 0: by a rule */
+    bool idle; /* of few tokens, blocks mostly wait long for the kernel before: sums over ranks are
+                  among those, say */
     /* bgk_moe_matmul(), instead of `tiles`: those of experts [0, n_first), one after another, in a
      * format, and those of the experts behind in another stack. */
     const void *stack[2];
@@ -386,6 +388,12 @@ cudaError_t bgk_dequant(void *out, bgk_type type, const bgk_source *rows, int k,
  * 0, deviation about std, bits a function of seed and the block's number, block0 and on. */
 cudaError_t bgk_random_blocks(void *blocks, int type, int64_t n_blocks, uint64_t seed,
                               uint64_t block0, float std, cudaStream_t stream);
+/* Fills n_rows rows of n values, each row_bytes (a multiple of 16) after the one before, with
+ * values uniform in mid +- spread, rounded to the type (Q8: int8, no scales); what lies between
+ * rows stays. Bits are a function of seed and place. |mid| + spread: at most 127 (Q8) or 65504.
+ * `to`: 16-byte aligned. */
+cudaError_t bgk_random_values(void *to, bgk_type type, int64_t n_rows, int64_t n, int64_t row_bytes,
+                              float mid, float spread, uint64_t seed, cudaStream_t stream);
 
 /* ---- fast.cu: around library products of halves -------------------------------------------------
  * out[t, c] = x[t, c], halves [rows, stride], for c < cols, a multiple of 64. stride is a multiple
@@ -491,15 +499,22 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
                           const float *q_norm, const float *kv_norm, float eps,
                           const bgk_rotation *rope, cudaStream_t stream);
 
-/* With out = qa w^T, for up to BGK_STORE_LINEAR rows in one launch: the same bits. in, qa and out
- * as there; qa is BGK_TILES. */
-enum { BGK_STORE_LINEAR = 4 };
+/* With out = qa w^T, for up to BGK_STORE_LINEAR rows in one launch, and a product of something else
+ * beside it (NULL: none): the same bits. in, qa and out as there; qa is BGK_TILES. */
+enum { BGK_STORE_LINEAR = 4, BGK_BESIDE = 2 }; /* rows; with something beside */
+typedef struct bgk_beside { /* out = x w^T, as bgk_matmul() */
+    bgk_out out;
+    const bgk_weights *w;
+    const void *x;
+    int64_t x_stride;
+} bgk_beside;
 bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows);
+bool bgk_mla_beside_fits(const bgk_weights *w, int rows);
 cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
                                  const float *in, int64_t in_cols, const bgk_cache *cache,
                                  const bgk_rows *r, int layer, int q_rank, const float *q_norm,
                                  const float *kv_norm, float eps, const bgk_rotation *rope,
-                                 cudaStream_t stream);
+                                 const bgk_beside *beside, cudaStream_t stream);
 
 typedef struct bgk_mla {
     bgk_out q_lat; /* [rows, n_heads * v_dim] */
@@ -508,6 +523,7 @@ typedef struct bgk_mla {
     float scale;
     bgk_rotation rope;
     bgk_cache cache;
+    int max_keys; /* no row sees more; 0: unknown */
 } bgk_mla;
 typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
     const int32_t *list;      /* [rows, top_k] positions, ascending */
@@ -525,8 +541,9 @@ cudaError_t bgk_mla_plain(const bgk_out *out, const bgk_mla *a, const bgk_rows *
  * _single: n items of one token, as bgk_attention_single() has them, but for n, which is not looked
  * at; parts: parts_bytes of scratch of one stream, all zero before the first use and after every
  * one. Keys before an item's position, tables and items were there before the kernel before this
- * one let others start. _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one
- * by one. Grids depend on n, r->rows and n_sms. */
+ * one let others start. Of a row that sees more than a->max_keys (not 0), keys may be left out.
+ * _tiles: items of up to BGK_MLA_TOKENS tokens. _selected: all rows of r, one by one.
+ * Grids depend on n, r->rows, n_sms and a->max_keys. */
 enum { BGK_MLA_UNIT = 64, BGK_MLA_TOKENS = 128 };
 cudaError_t bgk_mla_single(const bgk_out *out, const bgk_mla *a, const int32_t *blocks,
                            const bgk_item *items, int n, void *parts, size_t parts_bytes, int n_sms,

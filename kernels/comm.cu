@@ -241,7 +241,9 @@ __global__ void __launch_bounds__(LINE_BLOCK)
  * A row is a cluster's: each block has some of the warps that norm_rows (elementwise.cu) would give
  * the row, with the same columns, and the sums of squares of all warps meet in every block's shared
  * memory. What a row sends takes several blocks: those with blockIdx.y > 0 do nothing else, each
- * for other ranks. A thread's lines lie one row of threads apart. */
+ * for other ranks. A thread's lines lie one row of threads apart. The next kernel starts, and has
+ * its weights fetched, while lines travel and memory is idle: earlier than that it is in the way of
+ * those before. */
 
 constexpr int NORM_PART = 128, NORM_SENDERS = 4; /* threads of a block; blockIdx.y */
 
@@ -258,6 +260,40 @@ __device__ void norm_weights(float4 (&weights)[EACH][2], const float *w, int me,
     }
 }
 
+/* Columns [col, col + 4), past L1: whoever wrote them may have had another processor. */
+__device__ float4 load4_l2(const float *p, int col, int cols)
+{
+    return col < cols ? __ldcg((const float4 *)(p + col)) : make_float4(0, 0, 0, 0);
+}
+
+/* The row whose pieces are a and b, normed; all threads of the cluster, which have arrived at its
+ * barrier once. part: [NORM_WARPS], of the block's shared memory. */
+template <int EACH>
+__device__ void put_norm(const cooperative_groups::cluster_group &cluster, float *part,
+                         const float4 (&a)[EACH], const float4 (&b)[EACH],
+                         const float4 (&weights)[EACH][2], const bgk_out &out, int row, int cols,
+                         int pieces, float eps)
+{
+    const int threads = gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        squares = add_squares(add_squares(squares, a[i]), b[i]);
+    squares = warp_sum(squares);
+    cluster.barrier_wait();
+    if (threadIdx.x % 32 < gridDim.x)
+        cluster.map_shared_rank(part, threadIdx.x % 32)[me / 32] = squares;
+    cluster.sync();
+    const float f = 1.0f / sqrtf(sum_of_warps(part, threads / 32) / (float)cols + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int u = me + i * threads, col = piece_col(u);
+        if (u < pieces)
+            put_piece<true, true>(out, row, u, cols, scaled(a[i], f, weights[i][0], col, cols),
+                                  scaled(b[i], f, weights[i][1], col + 32, cols));
+    }
+}
+
 template <int MOST, int EACH>
 __global__ void __launch_bounds__(NORM_PART)
     sum_norm_lines(bgk_out out, float *x, int64_t x_cols, const float *y, int64_t y_cols,
@@ -265,8 +301,7 @@ __global__ void __launch_bounds__(NORM_PART)
                    const __grid_constant__ bgk_peers p)
 {
 #if __CUDA_ARCH__ >= 900
-    namespace cg = cooperative_groups;
-    const cg::cluster_group cluster = cg::this_cluster();
+    const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int threads = gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = blockIdx.z;
     const int64_t first = (int64_t)row * EACH * 4 * threads + me;
@@ -276,10 +311,10 @@ __global__ void __launch_bounds__(NORM_PART)
     float2 own[EACH][4];
     float4 weights[EACH][2];
     __shared__ float part[NORM_WARPS];
-    ptx_let_next_start();
     if (receives) cluster.barrier_arrive(); /* part may be written once all blocks are there */
     if (receives) norm_weights<EACH>(weights, w, me, threads, cols);
     ptx_wait_prior();
+    ptx_let_next_start(); /* see above */
     const uint64_t epoch = enter(p);
     const uint32_t flag = line_flag(epoch);
 #pragma unroll
@@ -303,32 +338,24 @@ __global__ void __launch_bounds__(NORM_PART)
     }
     if (receives) {
         float4 a[EACH], b[EACH];
-        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) { /* while lines travel */
+            const int col = piece_col(me + i * threads);
+            a[i] = load4_l2(xr, col, cols);
+            b[i] = load4_l2(xr, col + 32, cols);
+        }
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int u = me + i * threads, col = piece_col(u);
             float2 s[4] = {};
             if (u < pieces)
                 sum_of_lines<MOST, 4>(p, epoch, first + i * 4 * threads, threads, own[i], s);
-            a[i] = load4<true>(xr, col, cols) + make_float4(s[0].x, s[0].y, s[1].x, s[1].y);
-            b[i] = load4<true>(xr, col + 32, cols) + make_float4(s[2].x, s[2].y, s[3].x, s[3].y);
+            a[i] = a[i] + make_float4(s[0].x, s[0].y, s[1].x, s[1].y);
+            b[i] = b[i] + make_float4(s[2].x, s[2].y, s[3].x, s[3].y);
             store4<true>(xr, col, cols, a[i]);
             store4<true>(xr, col + 32, cols, b[i]);
-            squares = add_squares(add_squares(squares, a[i]), b[i]);
         }
-        squares = warp_sum(squares);
-        cluster.barrier_wait();
-        if (threadIdx.x % 32 < gridDim.x)
-            cluster.map_shared_rank(part, threadIdx.x % 32)[me / 32] = squares;
-        cluster.sync();
-        const float f = 1.0f / sqrtf(sum_of_warps(part, threads / 32) / (float)cols + eps);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int u = me + i * threads, col = piece_col(u);
-            if (u < pieces)
-                put_piece<true, true>(out, row, u, cols, scaled(a[i], f, weights[i][0], col, cols),
-                                      scaled(b[i], f, weights[i][1], col + 32, cols));
-        }
+        put_norm<EACH>(cluster, part, a, b, weights, out, row, cols, pieces, eps);
     }
     leave(p, epoch);
 #endif
@@ -447,28 +474,27 @@ __global__ void __launch_bounds__(NORM_PART)
                   const float *w, float eps, int cols, int pieces, int64_t ns)
 {
 #if __CUDA_ARCH__ >= 900
-    namespace cg = cooperative_groups;
-    const cg::cluster_group cluster = cg::this_cluster();
+    const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int threads = gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = blockIdx.z;
     const float *yr = y + row * y_cols;
     float *xr = x + row * x_cols;
-    float4 a[EACH], b[EACH];
-    float squares = 0;
-    float4 weights[EACH][2];
+    float4 weights[EACH][2], a[EACH], b[EACH], sum[EACH][2];
     unsigned long long start, now;
     __shared__ float part[NORM_WARPS];
-    ptx_let_next_start();
     if (blockIdx.y > 0) return; /* whole clusters */
     cluster.barrier_arrive();   /* part may be written once all blocks are there */
     norm_weights<EACH>(weights, w, me, threads, cols);
     ptx_wait_prior();
+    ptx_let_next_start();
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)::"memory");
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int col = piece_col(me + i * threads);
-        a[i] = load4<true>(yr, col, cols);
-        b[i] = load4<true>(yr, col + 32, cols);
+        sum[i][0] = load4<true>(yr, col, cols);
+        sum[i][1] = load4<true>(yr, col + 32, cols);
+        a[i] = load4_l2(xr, col, cols);
+        b[i] = load4_l2(xr, col + 32, cols);
     }
     do
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
@@ -476,25 +502,12 @@ __global__ void __launch_bounds__(NORM_PART)
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int col = piece_col(me + i * threads);
-        a[i] = load4<true>(xr, col, cols) + a[i];
-        b[i] = load4<true>(xr, col + 32, cols) + b[i];
+        a[i] = a[i] + sum[i][0];
+        b[i] = b[i] + sum[i][1];
         store4<true>(xr, col, cols, a[i]);
         store4<true>(xr, col + 32, cols, b[i]);
-        squares = add_squares(add_squares(squares, a[i]), b[i]);
     }
-    squares = warp_sum(squares);
-    cluster.barrier_wait();
-    if (threadIdx.x % 32 < gridDim.x)
-        cluster.map_shared_rank(part, threadIdx.x % 32)[me / 32] = squares;
-    cluster.sync();
-    const float f = 1.0f / sqrtf(sum_of_warps(part, threads / 32) / (float)cols + eps);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int u = me + i * threads, col = piece_col(u);
-        if (u < pieces)
-            put_piece<true, true>(out, row, u, cols, scaled(a[i], f, weights[i][0], col, cols),
-                                  scaled(b[i], f, weights[i][1], col + 32, cols));
-    }
+    put_norm<EACH>(cluster, part, a, b, weights, out, row, cols, pieces, eps);
 #endif
 }
 
@@ -634,24 +647,13 @@ cudaError_t bgk_sum_peers_norm(const bgk_out *out, float *x, int64_t x_cols, con
     const int pieces = pieces_of(cols, &each);
     const unsigned threads = norm_threads(pieces, each), blocks = norm_blocks(threads);
     const unsigned senders = p->n_ranks - 1 < NORM_SENDERS ? p->n_ranks - 1 : NORM_SENDERS;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = blocks;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.gridDim = dim3(blocks, senders, (unsigned)rows);
-    config.blockDim = threads / blocks;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
     const auto kernel = p->n_ranks <= 2 ? (each == 1 ? sum_norm_lines<2, 1> : sum_norm_lines<2, 2>)
                         : p->n_ranks <= 4
                             ? (each == 1 ? sum_norm_lines<4, 1> : sum_norm_lines<4, 2>)
                             : (each == 1 ? sum_norm_lines<8, 1> : sum_norm_lines<8, 2>);
-    return cudaLaunchKernelEx(&config, kernel, *out, x, x_cols, y, y_cols, w, eps, cols, pieces,
-                              *p);
+    return launch_clusters_after(kernel, blocks, dim3(blocks, senders, (unsigned)rows),
+                                 threads / blocks, 0, stream, *out, x, x_cols, y, y_cols, w, eps,
+                                 cols, pieces, *p);
 }
 
 /* Launched as bgk_sum_peers_norm() is. */
@@ -667,20 +669,9 @@ cudaError_t bgk_stand_in_norm(const bgk_out *out, float *x, int64_t x_cols, cons
     const int pieces = pieces_of(cols, &each);
     const unsigned threads = norm_threads(pieces, each), blocks = norm_blocks(threads);
     const unsigned senders = n_ranks - 1 < NORM_SENDERS ? n_ranks - 1 : NORM_SENDERS;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = blocks;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.gridDim = dim3(blocks, senders, (unsigned)rows);
-    config.blockDim = threads / blocks;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, each == 1 ? stand_in_norm<1> : stand_in_norm<2>, *out, x,
-                              x_cols, y, y_cols, w, eps, cols, pieces, ns);
+    return launch_clusters_after(each == 1 ? stand_in_norm<1> : stand_in_norm<2>, blocks,
+                                 dim3(blocks, senders, (unsigned)rows), threads / blocks, 0, stream,
+                                 *out, x, x_cols, y, y_cols, w, eps, cols, pieces, ns);
 }
 
 cudaError_t bgk_stand_in(int64_t ns, cudaStream_t stream)

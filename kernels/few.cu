@@ -20,8 +20,10 @@ __host__ __device__ constexpr int warps_of(int parts)
     return parts == 4 ? 4 : 2;
 }
 
-template <unsigned FORMATS, int PARTS>
-__global__ void __launch_bounds__(warps_of(PARTS) * 32)
+/* IDLE: with a rehearsal. */
+template <unsigned FORMATS, int PARTS, bool IDLE>
+__global__ void __launch_bounds__(warps_of(PARTS) * 32,
+                                  IDLE ? (single(FORMATS) ? 20 : 12) / warps_of(PARTS) : 1)
     few(const __grid_constant__ args a, int shift, int weight_bytes)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -38,15 +40,18 @@ __global__ void __launch_bounds__(warps_of(PARTS) * 32)
     const int token_bytes = few_part_chunks(a.n_chunks, PARTS) * 128 << shift;
     unsigned char *tokens = dynamic + warp * (token_bytes + weight_bytes),
                   *weights = tokens + token_bytes;
+    const char *w = (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format);
     float acc[4] = {};
-    few_chain<FORMATS, FEW_RING>(
-        tile.format, acc, (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format), n,
-        weights, weight_bytes, tokens, shift, slice, lane, [&] {
-            ptx_wait_prior();
-            few_tokens(tokens, a.x, a.x_stride, tile.x_chunk0 + begin, n, shift, lane);
-        });
-    if (!few_gather<PARTS, SLICES>(acc, sums, part, warp / PARTS, lane)) return;
-    write<8>(acc, a, to, number, 0, a.tokens, t);
+    few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, weight_bytes, slice, lane);
+#pragma unroll 1
+    for (int round = IDLE ? launch_first_round() : 1; round < 2; round++) {
+        if (round) ptx_wait_prior();
+        few_tokens(tokens, a.x, a.x_stride, tile.x_chunk0 + begin, n, shift, lane);
+        few_product<FORMATS, FEW_RING>(tile.format, acc, w, n, round, weights, weight_bytes, tokens,
+                                       shift, slice, lane);
+        if (few_gather<PARTS, SLICES>(acc, sums, part, warp / PARTS, lane))
+            write<8>(acc, a, to, number, 0, round ? a.tokens : 0, t);
+    }
 #endif
 }
 
@@ -57,18 +62,25 @@ int ring_of(unsigned formats, int n_chunks, int parts, size_t token_bytes, int b
                     token_bytes, beside);
 }
 
-template <unsigned FORMATS, int PARTS>
+template <unsigned FORMATS, int PARTS, bool IDLE>
 cudaError_t launch_few(const args &a, int shift, size_t bytes, cudaStream_t stream)
 {
     constexpr int WARPS = warps_of(PARTS);
     static const cudaError_t ready = cudaFuncSetAttribute(
-        few<FORMATS, PARTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+        few<FORMATS, PARTS, IDLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (ready != cudaSuccess) return ready;
     const int blocks = a.n_tiles * 4 * PARTS / WARPS;
     const int ring =
         ring_of(FORMATS, a.n_chunks, PARTS, bytes, max(2, (blocks + sm_count() - 1) / sm_count()));
-    return launch_after(few<FORMATS, PARTS>, dim3(blocks), dim3(WARPS * 32), WARPS * (bytes + ring),
-                        stream, a, shift, ring);
+    return launch_after(few<FORMATS, PARTS, IDLE>, dim3(blocks), dim3(WARPS * 32),
+                        WARPS * (bytes + ring), stream, a, shift, ring);
+}
+
+template <unsigned FORMATS, int PARTS>
+cudaError_t launch_few(const args &a, int shift, size_t bytes, cudaStream_t stream)
+{
+    return a.idle ? launch_few<FORMATS, PARTS, true>(a, shift, bytes, stream)
+                  : launch_few<FORMATS, PARTS, false>(a, shift, bytes, stream);
 }
 
 template <unsigned FORMATS>

@@ -119,13 +119,22 @@ __host__ __device__ constexpr int few_part_chunks(int n_chunks, int parts)
 __device__ inline void few_tokens(unsigned char *to, const __half *x, int64_t x_stride, int group0,
                                   int n, int shift, int lane)
 {
+    constexpr int AT_ONCE = 8;
     const int pieces = n << (3 + shift), mask = (8 << shift) - 1;
-#pragma unroll 4
-    for (int i = lane; i < pieces; i += 32)
-        *(uint4 *)(to + 16 * i) =
-            __ldcg((const uint4 *)((const char *)x +
-                                   (int64_t)(group0 + (i >> (3 + shift))) * x_stride * 128 +
-                                   (i & mask) * 16));
+#pragma unroll 1
+    for (int i0 = lane; i0 < pieces; i0 += 32 * AT_ONCE) {
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = min(i0 + 32 * k, pieces - 1);
+            v[k] = __ldcg((const uint4 *)((const char *)x +
+                                          (int64_t)(group0 + (i >> (3 + shift))) * x_stride * 128 +
+                                          (i & mask) * 16));
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i0 + 32 * k < pieces) *(uint4 *)(to + 16 * (i0 + 32 * k)) = v[k];
+    }
     __syncwarp();
 }
 
@@ -159,41 +168,73 @@ template <typename W> __device__ void few_sum(float (&acc)[4], const W &w, const
     }
 }
 
-/* A warp's ring of chunks is brought and used up by quarters; where it has room for all of them, as
- * a whole, but not FEW_FLOW, where they are still on their way. FEW_WHOLE: there is room. */
+/* cp.async.bulk.prefetch: so many bytes, a multiple of 16, to L2; by one thread. Long runs are what
+ * memory gives fastest, and a warp's copies are 512 bytes here and there. */
+__device__ __forceinline__ void few_prefetch(const char *p, int bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
+/* ---- a warp's part of a product ----
+ * Its ring of chunks is brought and used up by quarters; where it has room for all of them, as a
+ * whole, but not FEW_FLOW, where they are still on their way. FEW_WHOLE: there is room.
+ */
 enum few_way { FEW_RING, FEW_FLOW, FEW_WHOLE };
 constexpr int QUARTERS = 4;
 
-template <bgk_format F, few_way WAY, typename R>
-__device__ __forceinline__ void
-few_chunks(float (&acc)[4], const char *w, int n, unsigned char *weights, int weight_bytes,
-           const unsigned char *tokens, int shift, int slice, int lane, R ready)
-{
-    constexpr int SLICE = chunk_bytes(F) / 4, SHARES = WAY == FEW_WHOLE ? 1 : QUARTERS;
-    constexpr bool WHOLE = WAY != FEW_FLOW;
-    const int each = WHOLE && n * SLICE <= weight_bytes
-                         ? max(n, 1)
-                         : min((n + SHARES - 1) / SHARES, weight_bytes / (SHARES * SLICE));
-    const int end = n * SLICE, quarter = each * SLICE;
-    const uint32_t base = ptx_shared(weights);
-    uint32_t at = few_piece(tokens, shift, lane), ring = 0;
-    bringer<F> from(w, slice, lane);
-    int brought = 0; /* bytes, and so below: of the whole part of K */
+template <bgk_format F, few_way WAY> struct few_stream {
+    static constexpr int SLICE = chunk_bytes(F) / 4, SHARES = WAY == FEW_WHOLE ? 1 : QUARTERS;
+
+    /* Bytes brought at a time, for n chunks. */
+    static __device__ int share_of(int n, int weight_bytes)
+    {
+        return SLICE * (WAY != FEW_FLOW && n * SLICE <= weight_bytes
+                            ? max(n, 1)
+                            : min((n + SHARES - 1) / SHARES, weight_bytes / (SHARES * SLICE)));
+    }
+
+    /* As many of n chunks at w as there is room for. */
+    static __device__ void fill(const char *w, int n, unsigned char *weights, int weight_bytes,
+                                int slice, int lane)
+    {
+        const int end = n * SLICE, share = share_of(n, weight_bytes);
+        bringer<F> from(w, slice, lane);
+        int at = 0;
 #pragma unroll 1
-    for (int done = -SHARES * quarter; done < end;) {
-        if (done == 0) ready();
-        if (done >= 0) {
-            ptx_copy_wait<SHARES - 1>();
+        for (int i = 0, stop = 0; i < SHARES; i++) {
+            stop = min(stop + share, end);
+#pragma unroll 2
+            for (; at < stop; at += SLICE)
+                from.bring(weights + at, lane);
+            ptx_copy_commit();
+        }
+    }
+
+    /* acc += all n chunks times the groups at `tokens`; !real: a rehearsal, acc becomes 0. */
+    static __device__ __forceinline__ void sum(float (&acc)[4], const char *w, int n, bool real,
+                                               unsigned char *weights, int weight_bytes,
+                                               const unsigned char *tokens, int shift, int slice,
+                                               int lane)
+    {
+        const int share = share_of(n, weight_bytes), end = real ? n * SLICE : 3 * SLICE;
+        const int step = real ? SLICE : 0, group = real ? 128 << shift : 0;
+        const uint32_t base = ptx_shared(weights);
+        int brought = min(SHARES * share, n * SLICE), ring = 0;
+        bringer<F> from(w + 4 * brought, slice, lane);
+        uint32_t at = few_piece(tokens, shift, lane);
+#pragma unroll 1
+        for (int done = 0; done < end;) {
+            if (real) ptx_copy_wait<SHARES - 1>();
             __syncwarp();
             uint32_t x = base + ring;
-            int left = min(quarter, end - done) / SLICE;
+            int left = real ? min(share, end - done) / SLICE : 3;
             staged<F> even, odd;
             uint32_t even_b[8], odd_b[8];
             auto load = [&](staged<F> &mine, uint32_t(&b)[8]) {
                 mine.load(x, lane);
                 few_load(b, at);
-                x += SLICE;
-                at += 128 << shift;
+                x += step;
+                at += group;
             };
             load(even, even_b);
 #pragma unroll 1
@@ -204,41 +245,59 @@ few_chunks(float (&acc)[4], const char *w, int n, unsigned char *weights, int we
                 few_sum(acc, odd, odd_b);
             }
             if (left) few_sum(acc, even, even_b);
+            if (!real) break;
             __syncwarp();
-        }
-        unsigned char *to = weights + ring;
+            unsigned char *to = weights + ring;
 #pragma unroll 2
-        for (int stop = min(brought + quarter, end); brought < stop; brought += SLICE) {
-            from.bring(to, lane);
-            to += SLICE;
+            for (int stop = min(brought + share, end); brought < stop; brought += SLICE) {
+                from.bring(to, lane);
+                to += SLICE;
+            }
+            ptx_copy_commit();
+            done += share;
+            ring = ring + share == SHARES * share ? 0 : ring + share;
         }
-        ptx_copy_commit();
-        done += quarter;
-        ring = ring + quarter == SHARES * quarter ? 0 : ring + quarter;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            acc[i] = real ? acc[i] : 0.0f;
     }
-    if (n < 1) ready();
-}
+};
 
-/* acc += n chunks at w of a slice, of one of FORMATS, times the groups at `tokens`. As many of the
- * first as the ring has room for are under way before ready(), which waits until the tokens are
- * there. Loops are as short as can be: each kernel's code is new to the processor. */
-template <unsigned FORMATS, few_way WAY, typename R>
-__device__ __forceinline__ void
-few_chain(int format, float (&acc)[4], const char *w, int n, unsigned char *weights,
-          int weight_bytes, const unsigned char *tokens, int shift, int slice, int lane, R ready)
+/* call() of the few_stream of a tile's format, one of FORMATS. */
+template <unsigned FORMATS, few_way WAY, typename C>
+__device__ __forceinline__ void few_as(int format, C call)
 {
     auto as = [&](auto f) {
         constexpr bgk_format F = decltype(f)::value;
         if constexpr ((FORMATS >> F & 1) != 0)
-            if (single(FORMATS) || format == F)
-                few_chunks<F, WAY>(acc, w, n, weights, weight_bytes, tokens, shift, slice, lane,
-                                   ready);
+            if (single(FORMATS) || format == F) call(few_stream<F, WAY>());
     };
     as(std::integral_constant<bgk_format, BGK_W4>());
     as(std::integral_constant<bgk_format, BGK_W6>());
     as(std::integral_constant<bgk_format, BGK_W5>());
     as(std::integral_constant<bgk_format, BGK_W8>());
     as(std::integral_constant<bgk_format, BGK_W16>());
+}
+
+/* The first of n chunks at w, as many as the ring has room for, start on their way. */
+template <unsigned FORMATS, few_way WAY>
+__device__ __forceinline__ void few_fill(int format, const char *w, int n, unsigned char *weights,
+                                         int weight_bytes, int slice, int lane)
+{
+    few_as<FORMATS, WAY>(
+        format, [&](auto stream) { stream.fill(w, n, weights, weight_bytes, slice, lane); });
+}
+
+/* acc += n chunks at w of a slice, of which few_fill() brought the first, times the groups at
+ * `tokens`. !real: a rehearsal. */
+template <unsigned FORMATS, few_way WAY>
+__device__ __forceinline__ void
+few_product(int format, float (&acc)[4], const char *w, int n, bool real, unsigned char *weights,
+            int weight_bytes, const unsigned char *tokens, int shift, int slice, int lane)
+{
+    few_as<FORMATS, WAY>(format, [&](auto stream) {
+        stream.sum(acc, w, n, real, weights, weight_bytes, tokens, shift, slice, lane);
+    });
 }
 
 inline bgk_format few_widest(unsigned formats)

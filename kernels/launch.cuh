@@ -25,6 +25,23 @@ __device__ inline void ptx_let_next_start()
 #endif
 }
 
+/* Of two rounds over what follows ptx_wait_prior(): round 0 is a rehearsal, which nobody waits for
+ * and which changes nothing but the block's own memory; round 1 is real. All kernels of a layer are
+ * larger than the processor's caches for instructions: so what it takes to fetch those that will
+ * run is over when the kernel before ends. That pays where blocks have long to wait: few.cu and
+ * mla_store.cu of a rank of several. The number is hidden from the compiler, which would make two
+ * copies. With EVERY_LANE (for racecheck) there is no rehearsal. */
+__device__ __forceinline__ int launch_first_round()
+{
+    int round;
+#ifdef EVERY_LANE
+    asm volatile("mov.s32 %0, 1;" : "=r"(round));
+#else
+    asm volatile("mov.s32 %0, 0;" : "=r"(round));
+#endif
+    return round;
+}
+
 /* Whether the present device knows programmatic launches; asked once. */
 inline bool launch_programmatic()
 {
@@ -38,21 +55,32 @@ inline bool launch_programmatic()
     return yes;
 }
 
+/* Blocks in clusters of `cluster`; 1: of no cluster. */
 template <typename... P, typename... A>
-cudaError_t launch_after(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
-                         cudaStream_t stream, A... a)
+cudaError_t launch_clusters_after(void (*kernel)(P...), unsigned cluster, dim3 grid, dim3 block,
+                                  size_t shared, cudaStream_t stream, A... a)
 {
     cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = launch_programmatic() ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = !launch_programmatic() ? 0 : cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, P(a)...);
+}
+
+template <typename... P, typename... A>
+cudaError_t launch_after(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
+                         cudaStream_t stream, A... a)
+{
+    return launch_clusters_after(kernel, 1, grid, block, shared, stream, a...);
 }
 
 #endif

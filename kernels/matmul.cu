@@ -137,7 +137,7 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
      * Q4_K 8.5 us against 10.0, [4096, 14336] 27.0 against 35.3, [2624, 6144] Q8_0 12.1
      * against 13.5. */
     if (tokens <= 64 && 2 * w->n_tiles <= sm_count()) return BGK_32X1;
-    if (w->splits == 2 && blocks <= sm_count()) return BGK_64X1; /* its parts side by side */
+    if (w->splits > 1 && blocks <= sm_count()) return BGK_64X1; /* parts side by side */
     if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
     const int small = rounds(blocks, 2 * sm_count());
     const int large = rounds((w->n_tiles + 1) / 2 * ((tokens + 127) / 128), sm_count());

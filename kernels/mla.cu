@@ -4,7 +4,7 @@
  *   launch    a block a processor takes works by turns: an item, N of its (token, head) pairs (a
  *             token's heads beside each other), a split. Two warpgroups work, a warp (of listed
  *             keys four) brings keys, the next work's while the last one's results go out. May
- *             start early, lets the next start at once
+ *             start early, lets the next start at once (few rows: "next")
  *   code      little, with loops as loops: among a layer's other kernels it is fetched anew for
  *             each launch, which takes longer than to run it. So lists, and spreading, are kernels
  *             of their own, and workers and bringers share the code that finds a work
@@ -24,6 +24,11 @@
  *             reads one looks until it is not and makes it 0 again (part_word()). All blocks of an
  *             item run at the same time: there are no more blocks than processors, kernels before
  *             need none of them to end, and no kernel that comes later starts before they have
+ *   next      of few rows the next kernels, whose weights are larger than all keys, start when the
+ *             queries are there: before that what they fetch is in the way of the kernels before
+ *   cluster   a single row of few keys and heads: the 16 blocks of a cluster share the units out,
+ *             and each has in its shared memory what it merges: half a row's columns, of all units,
+ *             which the blocks send as they have them (send_unit())
  *   proof     tests/gpu/test_mla.c */
 #include <stddef.h>
 
@@ -473,19 +478,54 @@ __device__ inline void merge_parts(const mla_args &a, const mla_work &x, uint32_
                                    w);
                 }
                 if (chunk0 + g.n_chunks < chunks) continue; /* its only column */
-                const float v = __fadd_rn(__fmul_rn(o, inverse(l)), 0.0f);
-                const uint32_t out_row = (uint32_t)x.item.row0;
-                const uint32_t out_col = (uint32_t)x.pair0 * MLA_LATENT + head_col;
-                if (a.out.layout == BGK_TILES)
-                    ((uint16_t *)a.out.data)[tile_index(a.out, out_row, out_col)] = half_bits(v);
-                else
-                    ((float *)a.out.data)[(uint64_t)out_row * (uint32_t)a.out.stride + out_col] = v;
+                store_value(a, (uint32_t)x.item.row0, (uint32_t)x.pair0 * MLA_LATENT + head_col,
+                            __fadd_rn(__fmul_rn(o, inverse(l)), 0.0f));
                 m = -INFINITY;
                 l = o = 0;
             }
             workers_meet();
         }
     }
+}
+
+/* A worker's part in unit number `n` of the block: its O into the chunk's, its (m, l) into the
+ * row's. Of its keys `left` are left, those of the thread's row that it sees are `seen`. */
+template <typename T, int N, bool LISTS>
+__device__ __forceinline__ void attend_unit(row_state &state, float (&chunk)[4][N / 2],
+                                            uint32_t base, uint32_t n, bool listed, int left,
+                                            int seen, float by, bool begins, bool ends, int wg)
+{
+    using L = mla_shape<T, N>;
+    const uint32_t thread = threadIdx.x, lane = thread % 32;
+    const uint32_t full = base + L::BARS, empty = full + 8 * STAGES, factors = base + L::FACTORS;
+    const uint32_t row = thread / L::THREADS, k0 = thread % L::THREADS * L::MINE;
+    const uint32_t stage = n % STAGES, at = base + stage * L::STAGE;
+    const uint32_t panels = L::Q8 ? base + L::MADE : at;
+    mbar_wait(full + 8 * stage, n / STAGES & 1);
+    if (LISTS && listed) fence_async(); /* the copies were ordinary ones */
+    const bool consecutive = !(LISTS && listed);
+    if (!L::Q8 && left < KEYS && consecutive && n < STAGES) /* never written: may be NaN */
+#pragma unroll 1
+        for (int i = (int)thread; i < (KEYS - left) * 64; i += WORKERS)
+            put16(at + (uint32_t)i % 8 * PANEL + (uint32_t)left * 128 + (uint32_t)i / 8 * 16,
+                  uint4{});
+    if constexpr (L::Q8) {
+        warpgroup_meets(wg); /* all have multiplied by the panels before */
+        unpack(panels, at, thread);
+        fence_async();
+        warpgroup_meets(wg);
+    }
+    scores<T, N>(base, at, panels, wg);
+    workers_meet();
+    if (N * L::THREADS == WORKERS || row < N)
+        softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0, seen, by,
+                      begins, ends);
+    fence_async();
+    workers_meet();
+    if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
+    values<T, N>(chunk, base, panels, factors, wg, lane);
+    __syncwarp();
+    if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
 }
 
 /* The workers, for a work whose Q is there; n: units so far. */
@@ -495,7 +535,7 @@ __device__ inline void attend_work(const mla_args &a, const mla_work &x, uint32_
 {
     using L = mla_shape<T, N>;
     const uint32_t thread = threadIdx.x, lane = thread % 32;
-    const uint32_t full = base + L::BARS, empty = full + 8 * STAGES, factors = base + L::FACTORS;
+    const uint32_t factors = base + L::FACTORS;
     const uint32_t row = thread / L::THREADS, k0 = thread % L::THREADS * L::MINE;
     const float by = __fmul_rn(a.a.scale, LOG2E);
     const int last_key = /* that the row sees */
@@ -507,36 +547,10 @@ __device__ inline void attend_work(const mla_args &a, const mla_work &x, uint32_
     float chunk[4][N / 2] = {}, all[4][N / 2] = {};
 #pragma unroll 1
     for (int t = x.begin; t < x.end; t++, n++) {
-        const int left = x.n_keys - t * KEYS;
-        const uint32_t stage = n % STAGES, at = base + stage * L::STAGE;
-        const uint32_t panels = L::Q8 ? base + L::MADE : at;
         const bool begins = t < lead || (uint32_t)t % CHUNK == 0;
         const bool ends = t < lead || t + 1 == x.end || (uint32_t)(t + 1) % CHUNK == 0;
-        mbar_wait(full + 8 * stage, n / STAGES & 1);
-        if (LISTS && x.listed) fence_async(); /* the copies were ordinary ones */
-        const bool consecutive = !(LISTS && x.listed);
-        if (!L::Q8 && left < KEYS && consecutive && n < STAGES) /* never written: may be NaN */
-#pragma unroll 1
-            for (int i = (int)thread; i < (KEYS - left) * 64; i += WORKERS)
-                put16(at + (uint32_t)i % 8 * PANEL + (uint32_t)left * 128 + (uint32_t)i / 8 * 16,
-                      uint4{});
-        if constexpr (L::Q8) {
-            warpgroup_meets(wg); /* all have multiplied by the panels before */
-            unpack(panels, at, thread);
-            fence_async();
-            warpgroup_meets(wg);
-        }
-        scores<T, N>(base, at, panels, wg);
-        workers_meet();
-        if (N * L::THREADS == WORKERS || row < N)
-            softmax<T, N>(state, base + L::S, base + L::P, factors, at + L::SCALES, row, k0,
-                          last_key + 1 - t * KEYS, by, begins, ends && !spread);
-        fence_async();
-        workers_meet();
-        if (L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage); /* nothing more is read there */
-        values<T, N>(chunk, base, panels, factors, wg, lane);
-        __syncwarp();
-        if (!L::Q8 && lane == 0) mbar_arrive(empty + 8 * stage);
+        attend_unit<T, N, LISTS>(state, chunk, base, n, x.listed, x.n_keys - t * KEYS,
+                                 last_key + 1 - t * KEYS, by, begins, ends && !spread, wg);
         if (!ends) continue;
         if (spread)
             store_part<T, N>(a, x, slot_of(x, t < lead ? t : t & -CHUNK, x.split), chunk, state.m,
@@ -583,6 +597,7 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
             if constexpr (LISTS) {
                 if (!waited) {
                     ptx_wait_prior();
+                    if (SPREAD) ptx_let_next_start();
                     listed = listed_of(a, item);
                     waited = true;
                 }
@@ -606,7 +621,10 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
         } else {
             if (SPREAD && x.spread.splits > 1 && warp == 0)
                 list_parts<T, N>(base, x, 0, (int)thread);
-            if (!waited) ptx_wait_prior();
+            if (!waited) {
+                ptx_wait_prior();
+                if (SPREAD) ptx_let_next_start();
+            }
             waited = true;
             if (any) {
                 load_q<typename mla_shape<T, N>::V, N>(base + mla_shape<T, N>::Q, a, q, thread);
@@ -622,6 +640,29 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
     } while (!SPREAD && w < a.works);
 }
 
+/* The workers of a cluster's block, whose Q is there. */
+template <typename T>
+__device__ inline void attend_in_cluster(const mla_args &a, const mla_work &x, uint32_t base,
+                                         int wg)
+{
+    using L = mla_shape<T, 8>;
+    const uint32_t thread = threadIdx.x;
+    const float by = __fmul_rn(a.a.scale, LOG2E);
+    if (thread == 0) /* what will be sent here */
+        mbar_expect(base + L::SENT, x.split / 2 < x.n_pairs ? (uint32_t)x.units * (PIECE + 8) : 0);
+    row_state state = {-INFINITY, 0, -INFINITY, 0};
+    float o[4][4] = {};
+#pragma unroll 1
+    for (int t = x.begin; t < x.end; t++) {
+        const int left = x.n_keys - t * KEYS;
+        attend_unit<T, 8, false>(state, o, base, (uint32_t)(t - x.begin), false, left, left, by,
+                                 true, false, wg);
+        send_unit<T>(base, t, o, state.m, state.l, x.n_pairs, thread);
+    }
+    mbar_wait_cluster(base + L::SENT, 0);
+    merge_units<T>(a, x, base, thread);
+}
+
 #endif
 
 template <typename T, int N, bool LISTS, bool SPREAD>
@@ -631,7 +672,7 @@ __global__ void __launch_bounds__(WORKERS + BRINGERS<N, LISTS>, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
     using L = mla_shape<T, N>;
     extern __shared__ unsigned char dynamic[];
-    ptx_let_next_start(); /* once all blocks run; it may wait for us, we not for it */
+    if (!SPREAD) ptx_let_next_start(); /* once all blocks run; it may wait for us, we not for it */
     const int number = item_number(a, (int)blockIdx.x);
     const bgk_item item = item_of<LISTS>(a, number);
     const uint32_t base = (ptx_shared(dynamic) + 1023) & ~1023u;
@@ -656,6 +697,58 @@ __global__ void __launch_bounds__(WORKERS + BRINGERS<N, LISTS>, 1)
         attend_works<T, N, LISTS, SPREAD, WORKER>(a, uniform(item), number, base);
     }
     if constexpr (LISTS) ptx_copy_wait<0>();
+#endif
+}
+
+/* Threads that a cluster's block is compiled for: more than it has, so that it takes few registers,
+ * and starts beside blocks of other kernels. Q8 needs more. */
+template <typename T>
+constexpr int CLUSTER_BOUND = sizeof(T) == 1 ? WORKERS + BRINGERS<8, false> : 512;
+
+/* The only item, by one cluster. */
+template <typename T>
+__global__ void __launch_bounds__(CLUSTER_BOUND<T>, 1)
+    attend_row(const __grid_constant__ mla_args a)
+{
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    using L = mla_shape<T, 8>;
+    extern __shared__ unsigned char dynamic[];
+    const bgk_item item = item_of<false>(a, 0);
+    const uint32_t base = (ptx_shared(dynamic) + 1023) & ~1023u;
+    const uint32_t thread = threadIdx.x, full = base + L::BARS, empty = full + 8 * STAGES;
+    const int warp = uniform((int)(thread / 32)); /* in uniform registers */
+    if (thread == 0) {
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(full + 8 * i, 1);
+            mbar_init(empty + 8 * i, WORKERS / 32);
+        }
+        mbar_init(base + L::SENT, 1);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    const mla_work x = work_in_cluster(a, uniform(item), (int)blockIdx.x);
+    if (!x.units) { /* the grid's end is that of all before */
+        ptx_wait_prior();
+        return;
+    }
+    cluster_arrive();
+    if (warp >= WORKERS / 32) {
+        bool waited = false;
+        uint32_t n = 0;
+        bring_units<T, 8, false>(a, x, base, nullptr, 0, waited, n);
+        cluster_wait();
+        return;
+    }
+    q_source<8> q;
+    find_q<8>(q, a, x, thread);
+    cluster_wait(); /* all blocks are there, and may be sent to */
+    ptx_wait_prior();
+    ptx_let_next_start();
+    load_q<typename L::V, 8>(base + L::Q, a, q, thread);
+    fence_async();
+    workers_meet();
+    attend_in_cluster<T>(a, x, base, warp / 4);
 #endif
 }
 
@@ -685,6 +778,40 @@ cudaError_t start(const mla_args &a, int blocks, cudaStream_t stream)
                         stream, a);
 }
 
+/* Whether a cluster of attend_row() can be launched. */
+template <typename T> bool cluster_fits()
+{
+    static const bool yes = [] {
+        const auto kernel = attend_row<T>;
+        cudaLaunchConfig_t config = {};
+        cudaLaunchAttribute attribute = {};
+        int most = 0;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim.x = CLUSTER_BLOCKS;
+        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+        config.gridDim = dim3(CLUSTER_BLOCKS);
+        config.blockDim = dim3(WORKERS + BRINGERS<8, false>);
+        config.dynamicSmemBytes = mla_shape<T, 8>::CLUSTER_BYTES;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        const bool fits =
+            att_shared_memory(kernel, mla_shape<T, 8>::CLUSTER_BYTES) == cudaSuccess &&
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
+                cudaSuccess &&
+            cudaOccupancyMaxActiveClusters(&most, kernel, &config) == cudaSuccess && most > 0;
+        cudaGetLastError(); /* a no is none of the next launch's */
+        return fits;
+    }();
+    return yes;
+}
+
+/* A row of few keys is faster in a cluster; more rows, and longer ones, are not. */
+template <typename T> bool takes_cluster(const mla_args &a, int n)
+{
+    return n == 1 && a.row_tiles == 1 && a.splits >= CLUSTER_BLOCKS && a.a.max_keys > 0 &&
+           a.a.max_keys <= CLUSTER_UNITS * KEYS && cluster_fits<T>();
+}
+
 template <typename T, int N, bool LISTS>
 cudaError_t launch(mla_args a, int n, int pairs, size_t parts_bytes, int n_sms, cudaStream_t stream)
 {
@@ -698,6 +825,11 @@ cudaError_t launch(mla_args a, int n, int pairs, size_t parts_bytes, int n_sms, 
     a.room = a.parts_cap / n;
     a.works = n * a.row_tiles * a.splits;
     a.by_heads = 0x80000000u / (uint32_t)a.a.n_heads + 1;
+    if constexpr (N == 8 && !LISTS)
+        if (takes_cluster<T>(a, n))
+            return launch_clusters_after(attend_row<T>, CLUSTER_BLOCKS, dim3(CLUSTER_BLOCKS),
+                                         WORKERS + BRINGERS<8, false>,
+                                         mla_shape<T, 8>::CLUSTER_BYTES, stream, a);
     const int blocks = a.works < sms ? a.works : sms;
     return a.splits > 1 ? start<T, N, LISTS, true>(a, blocks, stream)
                         : start<T, N, LISTS, false>(a, blocks, stream);

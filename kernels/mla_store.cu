@@ -2,20 +2,21 @@
  *
  * Requires: in_cols, q_rank and the cache's dims multiples of 4; q_rank + k_dim + n_rot <= 12000.
  *
- * Launch: a block of eight warps a token; graph-capturable, may start early.
+ * Launch: a block of eight warps a token; with products, of few tokens, blocks of four, so small
+ * that all of them have their weights before the kernel before has ended. Graph-capturable, may
+ * start early.
  *
- * Order: a sum of squares is threads' chains (four values of every 1024 of the row), then lanes,
- * then warps: set by the ranks alone.
+ * Order: a sum of squares is 256 chains (four values of every 1024 of the row), then 32 of these at
+ * a time as lanes of a warp, then these in order: set by the ranks alone. Products: as matmul.cu.
  *
- * Proof: tests/gpu/test_mla.c. */
+ * Proof: tests/gpu/test_mla.c, test_mla_store.c. */
 #include "few.cuh"
 #include "mla.cuh"
 
 namespace
 {
 
-constexpr int BLOCK = 256, WARPS = BLOCK / 32, MOST = 12000;
-constexpr size_t MOST_TOKENS = 64 * 1024; /* bytes of all */
+constexpr int CHAINS = 256, CHAIN_WARPS = CHAINS / 32, MOST = 12000;
 
 struct store_args {
     bgk_out qa;
@@ -62,7 +63,7 @@ __device__ float over_lanes(float sum)
 __device__ float norm_factor(const float *sums, int n, float eps)
 {
     float sum = 0;
-    for (int i = 0; i < WARPS; i++)
+    for (int i = 0; i < CHAIN_WARPS; i++)
         sum = __fadd_rn(sum, sums[i]);
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), eps)));
 }
@@ -82,9 +83,19 @@ __device__ float turned(const bgk_rotation &r, const float *key, const float2 *a
     return (r.neox ? i >= half : i % 2) ? v.y : v.x;
 }
 
+/* Where a block's stores go: in a rehearsal, to memory of the thread's own. */
+struct sink {
+    void *own; /* NULL: never one */
+    bool real;
+    template <typename V> __device__ void put(void *to, V v) const
+    {
+        *(V *)(own && !real ? own : to) = v;
+    }
+};
+
 /* Values 4 i and on of a row in a 16-bit or float cache. */
 template <typename T>
-__device__ void put4(const store_args &a, char *block, int token, int i, float4 v)
+__device__ void put4(const store_args &a, const sink &s, char *block, int token, int i, float4 v)
 {
     T n[4];
     narrow(&n[0], v.x);
@@ -95,14 +106,16 @@ __device__ void put4(const store_args &a, char *block, int token, int i, float4 
     if (sizeof(T) == 2 && a.panels)
         to = block + mla_piece(a.cache.block_tokens, token, i / 2) + i % 2 * 8;
     if constexpr (sizeof(T) == 2)
-        *(uint2 *)to = *(const uint2 *)n;
+        s.put(to, *(const uint2 *)n);
     else
-        *(float4 *)to = v;
+        s.put(to, v);
 }
 
 /* Q8 (mla.cuh): the largest magnitude becomes 127; beyond 32000 values saturate, as attention wants
- * scales. All threads, of which the first 128 have v; most_of: [WARPS]. */
-__device__ void store_q8(char *block, int block_tokens, int token, float4 v, float *most_of)
+ * scales. All threads of a block, of which the first 128 have v; most_of: a value for each warp. */
+template <int THREADS>
+__device__ void store_q8(const sink &s, char *block, int block_tokens, int token, float4 v,
+                         float *most_of)
 {
     const int thread = threadIdx.x;
     float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
@@ -110,7 +123,7 @@ __device__ void store_q8(char *block, int block_tokens, int token, float4 v, flo
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
     if (thread % 32 == 0) most_of[thread / 32] = most;
     __syncthreads();
-    for (int i = 0; i < WARPS; i++)
+    for (int i = 0; i < THREADS / 32; i++)
         most = fmaxf(most, most_of[i]);
     most = fminf(most, 32000.0f);
     const float by = most > 1e-30f ? __fdiv_rn(127.0f, most) : 0.0f;
@@ -118,11 +131,11 @@ __device__ void store_q8(char *block, int block_tokens, int token, float4 v, flo
         return (signed char)min(127, max(-127, __float2int_rn(__fmul_rn(x, by))));
     };
     if (thread < MLA_LATENT / 4)
-        *(char4 *)(block + token * MLA_LATENT + 4 * thread) =
-            make_char4(quant(v.x), quant(v.y), quant(v.z), quant(v.w));
+        s.put(block + token * MLA_LATENT + 4 * thread,
+              make_char4(quant(v.x), quant(v.y), quant(v.z), quant(v.w)));
     if (thread == 0)
-        *(float *)(block + block_tokens * (MLA_LATENT + 128) + token * 4) =
-            by > 0 ? __fdiv_rn(most, 127.0f) : 0.0f;
+        s.put(block + block_tokens * (MLA_LATENT + 128) + token * 4,
+              by > 0 ? __fdiv_rn(most, 127.0f) : 0.0f);
 }
 
 /* A piece of BGK_TILES: columns 64 g + 4 p and on, and those 32 further. */
@@ -147,17 +160,20 @@ __device__ uint4 halves_of(const piece &x)
     return *(const uint4 *)v;
 }
 
-__device__ void put_piece(const bgk_out &out, int row, int i, const piece &x)
+__device__ float4 fresh4(const float *x)
 {
-    *(uint4 *)((__half *)out.data + tile_piece(out.stride, row, i / 8, i % 8)) = halves_of(x);
+    return __ldcg((const float4 *)x); /* not from L1: a rehearsal may have left it there */
 }
 
 /* A block's row. What does not come from the kernel before (positions, tables, weights, angles) is
  * fetched before it is waited for; from there it is one read, one barrier and one write. x: q_rank,
- * then k_dim values, then angles. */
-template <typename T>
-__device__ void store_row(const store_args &a, int row, float *x, float (*sums)[WARPS])
+ * then k_dim values, then angles; blocks of fewer threads than CHAINS write BGK_TILES, rehearse
+ * where there is time (idle), and have 16 bytes a thread behind those. sums: [3]. */
+template <typename T, int THREADS>
+__device__ __forceinline__ void store_row(const store_args &a, int row, bool idle, float *x,
+                                          float (*sums)[CHAIN_WARPS])
 {
+    constexpr int TURNS = CHAINS / THREADS, AT_ONCE = 3;
     const bgk_cache &c = a.cache;
     const int thread = threadIdx.x, rank = c.v_dim, n_rot = c.k_dim - rank;
     const int pos = a.rows.pos[row];
@@ -165,151 +181,256 @@ __device__ void store_row(const store_args &a, int row, float *x, float (*sums)[
         pos < 0 ? 0 : a.rows.blocks[a.rows.block0[a.rows.seq[row]] + pos / c.block_tokens];
     float *latent = x + a.q_rank, *key = latent + rank;
     float2 *angles = (float2 *)(latent + c.k_dim);
-    for (int i = thread; i < n_rot / 2; i += BLOCK)
+    for (int i = thread; i < n_rot / 2; i += THREADS)
         angles[i] = mla_angle(pos, a.rope.freq[i], a.rope.mscale);
-    const bool tiles = a.qa.layout == BGK_TILES;
+    const bool tiles = TURNS > 1 || a.qa.layout == BGK_TILES;
     const int pieces = tiles ? (a.q_rank + 63) / 64 * 8 : 0;
     const float4 none = make_float4(0, 0, 0, 0);
     const float4 kv_w = 4 * thread < rank ? *(const float4 *)(a.kv_norm + 4 * thread) : none;
     piece q_w = {none, none};
     if (thread < pieces) q_w = piece_at(a.q_norm, thread, a.q_rank);
-    ptx_wait_prior();
-    ptx_let_next_start();
-    if (pos < 0) return;
-
-    const float *in = a.in + row * a.in_cols;
-    float q_sum = 0, kv_sum = 0;
-    for (int i = 4 * thread; i < a.q_rank + c.k_dim; i += 4 * BLOCK) {
-        const float4 v = *(const float4 *)(in + i);
-        *(float4 *)(x + i) = v;
-        if (i < a.q_rank)
-            q_sum = squares(q_sum, v);
-        else if (i < a.q_rank + rank)
-            kv_sum = squares(kv_sum, v);
-    }
-    q_sum = over_lanes(q_sum);
-    kv_sum = over_lanes(kv_sum);
-    if (thread % 32 == 0) {
-        sums[0][thread / 32] = q_sum;
-        sums[1][thread / 32] = kv_sum;
-    }
-    __syncthreads();
-    const float kv_f = norm_factor(sums[1], rank, a.eps);
-    const float q_f = a.q_rank ? norm_factor(sums[0], a.q_rank, a.eps) : 0.0f;
     char *to = mla_block(c, a.layer, block, a.block_bytes);
-    const int token = pos % c.block_tokens;
-    for (int i = thread; i < pieces; i += BLOCK) {
-        const piece w = i == thread ? q_w : piece_at(a.q_norm, i, a.q_rank);
-        const piece v = piece_at(x, i, a.q_rank);
-        put_piece(a.qa, row, i, {normed(v.lo, q_f, w.lo), normed(v.hi, q_f, w.hi)});
-    }
-    for (int i = thread; !tiles && i < a.q_rank; i += BLOCK)
-        ((float *)a.qa.data)[row * a.qa.stride + i] = __fmul_rn(__fmul_rn(x[i], q_f), a.q_norm[i]);
+    const int token = max(pos, 0) % c.block_tokens;
+    const float *in = a.in + row * a.in_cols;
+    sink s = {TURNS > 1 ? latent + c.k_dim + n_rot + 4 * thread : nullptr, true};
+#pragma unroll 1
+    for (int round = TURNS > 1 && idle ? launch_first_round() : 1; round < 2; round++) {
+        s.real = round;
+        if (round) {
+            if (TURNS > 1) __syncthreads(); /* x and sums were read */
+            ptx_wait_prior();
+            ptx_let_next_start();
+            if (pos < 0) return;
+        }
+        float q_sum[TURNS] = {}, kv_sum[TURNS] = {};
+#pragma unroll 1
+        for (int i0 = 4 * thread; i0 < a.q_rank + c.k_dim; i0 += 4 * CHAINS * AT_ONCE) {
+            float4 v[AT_ONCE * TURNS];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE * TURNS; k++) {
+                const int i = i0 + 4 * THREADS * k;
+                v[k] = i < a.q_rank + c.k_dim ? fresh4(in + i) : none;
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE * TURNS; k++) {
+                const int i = i0 + 4 * THREADS * k;
+                if (i < a.q_rank + c.k_dim) *(float4 *)(x + i) = v[k];
+                if (i < a.q_rank)
+                    q_sum[k % TURNS] = squares(q_sum[k % TURNS], v[k]);
+                else if (i < a.q_rank + rank)
+                    kv_sum[k % TURNS] = squares(kv_sum[k % TURNS], v[k]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < TURNS; k++) {
+            q_sum[k] = over_lanes(q_sum[k]);
+            kv_sum[k] = over_lanes(kv_sum[k]);
+            if (thread % 32 == 0) {
+                sums[0][(thread + THREADS * k) / 32] = q_sum[k];
+                sums[1][(thread + THREADS * k) / 32] = kv_sum[k];
+            }
+        }
+        __syncthreads();
+        const float kv_f = norm_factor(sums[1], rank, a.eps);
+        const float q_f = a.q_rank ? norm_factor(sums[0], a.q_rank, a.eps) : 0.0f;
+        for (int i = thread; i < pieces; i += THREADS) {
+            const piece w = i == thread ? q_w : piece_at(a.q_norm, i, a.q_rank);
+            const piece v = piece_at(x, i, a.q_rank);
+            s.put((__half *)a.qa.data + tile_piece(a.qa.stride, row, i / 8, i % 8),
+                  halves_of({normed(v.lo, q_f, w.lo), normed(v.hi, q_f, w.hi)}));
+        }
+        for (int i = thread; !tiles && i < a.q_rank; i += THREADS)
+            ((float *)a.qa.data)[row * a.qa.stride + i] =
+                __fmul_rn(__fmul_rn(x[i], q_f), a.q_norm[i]);
 
-    const float4 mine = 4 * thread < rank ? *(const float4 *)(latent + 4 * thread) : none;
-    if constexpr (sizeof(T) == 1) {
-        store_q8(to, c.block_tokens, token, normed(mine, kv_f, kv_w), sums[2]);
-        for (int i = thread; i < MLA_ROPE; i += BLOCK)
-            *(__half *)(to + c.block_tokens * MLA_LATENT + token * 128 +
-                        (((i / 8) ^ (token & 7)) << 4) + i % 8 * 2) =
-                tile_half(turned(a.rope, key, angles, i));
-    } else {
-        if (4 * thread < rank) put4<T>(a, to, token, thread, normed(mine, kv_f, kv_w));
-        for (int i = thread + BLOCK; 4 * i < rank; i += BLOCK)
-            put4<T>(a, to, token, i,
-                    normed(*(const float4 *)(latent + 4 * i), kv_f,
-                           *(const float4 *)(a.kv_norm + 4 * i)));
-        for (int i = BLOCK - 1 - thread; i < n_rot / 4; i += BLOCK) /* other threads first */
-            put4<T>(a, to, token, rank / 4 + i,
-                    make_float4(turned(a.rope, key, angles, 4 * i),
-                                turned(a.rope, key, angles, 4 * i + 1),
-                                turned(a.rope, key, angles, 4 * i + 2),
-                                turned(a.rope, key, angles, 4 * i + 3)));
+        const float4 mine = 4 * thread < rank ? *(const float4 *)(latent + 4 * thread) : none;
+        if constexpr (sizeof(T) == 1) {
+            store_q8<THREADS>(s, to, c.block_tokens, token, normed(mine, kv_f, kv_w), sums[2]);
+            for (int i = thread; i < MLA_ROPE; i += THREADS)
+                s.put(to + c.block_tokens * MLA_LATENT + token * 128 +
+                          (((i / 8) ^ (token & 7)) << 4) + i % 8 * 2,
+                      tile_half(turned(a.rope, key, angles, i)));
+        } else {
+            if (4 * thread < rank) put4<T>(a, s, to, token, thread, normed(mine, kv_f, kv_w));
+            for (int i = thread + THREADS; 4 * i < rank; i += THREADS)
+                put4<T>(a, s, to, token, i,
+                        normed(*(const float4 *)(latent + 4 * i), kv_f,
+                               *(const float4 *)(a.kv_norm + 4 * i)));
+            for (int i = THREADS - 1 - thread; i < n_rot / 4;
+                 i += THREADS) /* other threads first */
+                put4<T>(a, s, to, token, rank / 4 + i,
+                        make_float4(turned(a.rope, key, angles, 4 * i),
+                                    turned(a.rope, key, angles, 4 * i + 1),
+                                    turned(a.rope, key, angles, 4 * i + 2),
+                                    turned(a.rope, key, angles, 4 * i + 3)));
+        }
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(BLOCK) store_latents(store_args a)
+template <typename T> __global__ void __launch_bounds__(CHAINS) store_latents(store_args a)
 {
     extern __shared__ __align__(16) float x[];
-    __shared__ float sums[3][WARPS];
-    store_row<T>(a, blockIdx.x, x, sums);
+    __shared__ float sums[3][CHAIN_WARPS];
+    store_row<T, CHAINS>(a, blockIdx.x, false, x, sums);
 }
 
-/* ---- with the product of the normed queries (few.cuh) ---- */
+/* ---- with the product of the normed queries, and one beside it (few.cuh) ---- */
 
-/* Row `row` of q's latents, normed as store_row() does it, to row `row` of 2^shift rows of tiles in
- * shared memory. weights: piece `thread` of the norm's. */
-__device__ void norm_row(const store_args &a, int row, unsigned char *tokens, int shift,
-                         const piece &weights, float *sums)
+constexpr int BLOCK = 128, WARPS = BLOCK / 32; /* 1, 2 or 4 parts of K are warps of a block */
+constexpr int NORM4 = 4, MOST_RANK = 4 * NORM4 * BLOCK; /* a thread has so many times four values */
+constexpr int64_t HALF = 56 * 1024; /* two such blocks fit beside the largest of few.cu */
+
+/* Rows of q's latents, normed as store_row() does it, become n rows of 2^shift of tiles in shared
+ * memory. All threads; round: 0 or 1, for sums: [2] to be free. */
+__device__ __forceinline__ void norm_rows(const store_args &a, int n, unsigned char *tokens,
+                                          int shift, int round, float (*sums)[CHAIN_WARPS])
 {
-    const int thread = threadIdx.x, pieces = (a.q_rank + 63) / 64 * 8;
-    const float *in = a.in + row * a.in_cols;
-    const piece mine = piece_at(in, thread, a.q_rank); /* in L1 for the sum */
-    float sum = 0;
-    for (int i = 4 * thread; i < a.q_rank; i += 4 * BLOCK)
-        sum = squares(sum, *(const float4 *)(in + i));
-    sum = over_lanes(sum);
-    if (thread % 32 == 0) sums[thread / 32] = sum;
-    __syncthreads();
-    const float f = norm_factor(sums, a.q_rank, a.eps);
-    for (int i = thread; i < pieces; i += BLOCK) {
-        const piece w = i == thread ? weights : piece_at(a.q_norm, i, a.q_rank);
-        const piece v = i == thread ? mine : piece_at(in, i, a.q_rank);
-        *(uint4 *)(tokens + (((i / 8) << shift) + row) * 128 + ((i % 8 ^ row) << 4)) =
-            halves_of({normed(v.lo, f, w.lo), normed(v.hi, f, w.hi)});
+    const int thread = threadIdx.x, lane = thread % 32, upper = lane / 8 % 2;
+    const float4 none = make_float4(0, 0, 0, 0);
+    const float *in = a.in + 4 * thread, *weights = a.q_norm + 4 * thread;
+    float4 next[NORM4], w[NORM4];
+    const auto load = [&] {
+#pragma unroll
+        for (int k = 0; k < NORM4; k++)
+            next[k] = 4 * (thread + BLOCK * k) < a.q_rank ? fresh4(in + 4 * BLOCK * k) : none;
+        in += a.in_cols;
+    };
+    load();
+#pragma unroll
+    for (int k = 0; k < NORM4; k++)
+        w[k] = 4 * (thread + BLOCK * k) < a.q_rank
+                   ? __ldg((const float4 *)(weights + 4 * BLOCK * k))
+                   : none;
+#pragma unroll 1
+    for (int row = 0; row < n; row++) {
+        float4 v[NORM4];
+        float sum[2] = {};
+#pragma unroll
+        for (int k = 0; k < NORM4; k++) {
+            v[k] = next[k];
+            sum[k % 2] = squares(sum[k % 2], v[k]);
+        }
+        if (row + 1 < n) load();
+        sum[0] = over_lanes(sum[0]);
+        sum[1] = over_lanes(sum[1]);
+        float *all = sums[(round + row) % 2];
+        if (lane == 0) {
+            all[thread / 32] = sum[0];
+            all[thread / 32 + WARPS] = sum[1];
+        }
+        __syncthreads();
+        const float f = norm_factor(all, a.q_rank, a.eps);
+        unsigned char *to = tokens + row * 128 + ((lane % 8 ^ row) << 4) + 8 * upper;
+        /* A lane's four values and those of the lane 8 further are 32 columns apart: they share a
+         * piece, of which each of the two makes a half. */
+#pragma unroll
+        for (int k = 0; k < NORM4; k++) {
+            const float4 x = normed(v[k], f, w[k]);
+            const __half2 lo = __halves2half2(tile_half(x.x), tile_half(x.y));
+            const __half2 hi = __halves2half2(tile_half(x.z), tile_half(x.w));
+            const uint32_t first = *(const uint32_t *)&lo, last = *(const uint32_t *)&hi;
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? first : last, 8);
+            const uint32_t low = upper ? got : first, high = upper ? last : got;
+            const int group = (thread + BLOCK * k) / 16;
+            if (64 * group < a.q_rank)
+                *(uint2 *)(to + (group << shift) * 128) =
+                    make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+        }
     }
+    __syncthreads();
 }
 
-/* Blocks of 8 warps: the first ones a row each, as store_latents; the others slices of the product
- * of the normed queries, PARTS warps each. */
-template <unsigned FORMATS, int PARTS>
-__global__ void __launch_bounds__(BLOCK)
-    store_and_multiply(const __grid_constant__ store_args a, const __grid_constant__ args m,
-                       int shift, int weight_bytes)
+/* As few_gather(), for as many parts as are asked for. */
+__device__ __forceinline__ bool gather(float (&acc)[4], float (*sums)[4][32], int warp, int parts,
+                                       int lane)
+{
+    const int part = warp % parts;
+    if (part > 0)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            sums[warp - 1][i][lane] = acc[i];
+    __syncthreads();
+    if (part > 0) return false;
+#pragma unroll 1
+    for (int p = 0; p < parts - 1; p++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            acc[i] += sums[warp + p][i][lane];
+    return true;
+}
+
+struct ring_of_warps {
+    int bytes;       /* a warp's weights */
+    int token_bytes; /* a warp's own tokens; the normed ones are all warps' */
+};
+
+/* Blocks of 4 warps: the first n_beside ones slices of the product beside, of tokens from global
+ * memory; then one a row, as store_latents; the others slices of the product of the normed queries.
+ * Parts of K are neighbouring warps. */
+template <unsigned FORMATS>
+__global__ void __launch_bounds__(BLOCK, FORMATS == ALL ? 2 : 3)
+    store_and_multiply(const __grid_constant__ store_args a, const __grid_constant__ args queries,
+                       const __grid_constant__ args other, int n_beside, int shift,
+                       ring_of_warps queries_ring, ring_of_warps other_ring)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int SLICES = WARPS / PARTS;
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ float norms[3][WARPS], sums[PARTS > 1 ? PARTS - 1 : 1][SLICES][4][32];
-    if ((int)blockIdx.x < a.rows.rows) {
-        ptx_let_next_start();
+    __shared__ __align__(16) float norms[3][CHAIN_WARPS];
+    __shared__ float sums[WARPS - 1][4][32];
+    const bool beside = (int)blockIdx.x < n_beside;
+    const int number = beside ? blockIdx.x : (int)blockIdx.x - n_beside - a.rows.rows;
+    ptx_let_next_start();
+    if (number < 0) {
+        const int row = blockIdx.x - n_beside;
         if (a.cache.type == BGK_F16)
-            store_row<__half>(a, blockIdx.x, (float *)dynamic, norms);
+            store_row<__half, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
         else if (a.cache.type == BGK_BF16)
-            store_row<__nv_bfloat16>(a, blockIdx.x, (float *)dynamic, norms);
+            store_row<__nv_bfloat16, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
         else
-            store_row<int8_t>(a, blockIdx.x, (float *)dynamic, norms);
+            store_row<int8_t, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
         return;
     }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS;
-    const int at = (blockIdx.x - a.rows.rows) * SLICES + warp / PARTS, number = at / 4;
-    const int t = at % 4 * 32 + lane, begin = part_begin(m, part),
-              n = part_begin(m, part + 1) - begin;
-    const bgk_wtile tile = m.tiles[number];
-    const rows to = rows_of<false>(m, number, number, 0, t);
-    ptx_let_next_start();
-    const piece w = piece_at(a.q_norm, threadIdx.x, a.q_rank);
+    const args m = beside ? other : queries;
+    const ring_of_warps ring = beside ? other_ring : queries_ring;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int unit = (number * WARPS + warp) / m.splits, part = warp % m.splits;
+    const int slice = unit % 4, tile_number = unit / 4, t = 32 * slice + lane;
+    const int begin = part_begin(m, part), chunks = part_begin(m, part + 1) - begin;
+    const bgk_wtile tile = m.tiles[tile_number];
+    const int n = 16 * slice < tile.n_rows ? chunks : 0; /* not where only filling rows are */
+    const int each = chunk_bytes(tile.format);
+    const char *w = (const char *)tile.w + (int64_t)begin * each;
+    unsigned char *tokens = dynamic, *weights = dynamic + (m.n_chunks * 128 << shift);
+    if (beside) {
+        tokens += warp * (ring.token_bytes + ring.bytes);
+        weights = tokens + ring.token_bytes;
+    } else {
+        tokens += begin * 128 << shift;
+        weights += warp * ring.bytes;
+    }
+    few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, ring.bytes, slice, lane);
+    if (lane == 0 && chunks * each / 4 > ring.bytes)
+        few_prefetch(w + slice * chunks * (each / 4), chunks * (each / 4));
+    const rows to = rows_of<false>(m, tile_number, tile_number, 0, t);
     float acc[4] = {};
-    unsigned char *weights = dynamic + (m.n_chunks * 128 << shift) + warp * weight_bytes;
-    few_chain<FORMATS, FEW_RING>(
-        tile.format, acc, (const char *)tile.w + (int64_t)begin * chunk_bytes(tile.format), n,
-        weights, weight_bytes, dynamic + (begin * 128 << shift), shift, at % 4, lane, [&] {
-            ptx_wait_prior();
 #pragma unroll 1
-            for (int row = 0; row < a.rows.rows; row++) {
-                if (row) __syncthreads(); /* the sums were read */
-                norm_row(a, row, dynamic, shift, w, norms[0]);
-            }
-            __syncthreads();
-        });
-    if (!few_gather<PARTS, SLICES>(acc, sums, part, warp / PARTS, lane)) return;
-    write<8>(acc, m, to, number, 0, m.tokens, t);
+    for (int round = queries.idle ? launch_first_round() : 1; round < 2; round++) {
+        if (round) ptx_wait_prior();
+        if (beside)
+            few_tokens(tokens, m.x, m.x_stride, tile.x_chunk0 + begin, n, shift, lane);
+        else
+            norm_rows(a, round ? a.rows.rows : 1, dynamic, shift, round, norms);
+        few_product<FORMATS, FEW_RING>(tile.format, acc, w, n, round, weights, ring.bytes, tokens,
+                                       shift, slice, lane);
+        if (gather(acc, sums, warp, m.splits, lane))
+            write<8>(acc, m, to, tile_number, 0, round ? m.tokens : 0, t);
+    }
 #endif
 }
 
 template <typename T> cudaError_t launch(const store_args &a, size_t bytes, cudaStream_t stream)
 {
-    return launch_after(store_latents<T>, dim3((unsigned)a.rows.rows), BLOCK, bytes, stream, a);
+    return launch_after(store_latents<T>, dim3((unsigned)a.rows.rows), CHAINS, bytes, stream, a);
 }
 
 } // namespace
@@ -345,17 +466,41 @@ bool store_args_of(store_args *out, const bgk_out *qa, const float *in, int64_t 
     return true;
 }
 
-template <unsigned FORMATS, int PARTS>
-cudaError_t launch_both(const store_args &a, const args &m, int shift, int ring, size_t bytes,
-                        cudaStream_t stream)
+/* Rows of tokens are read 1, 2 or 4 at a time. */
+int shift_of(int rows)
 {
-    static const cudaError_t ready =
-        cudaFuncSetAttribute(store_and_multiply<FORMATS, PARTS>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+    return rows <= 1 ? 0 : rows <= 2 ? 1 : 2;
+}
+
+/* own: each warp has the tokens of its part; else they are all warps'. bytes 0: there is no room.
+ */
+ring_of_warps ring_of(const bgk_weights *w, int shift, bool own)
+{
+    const int n = few_part_chunks(w->n_chunks, w->splits);
+    const int tokens = own ? n * 128 << shift : (w->n_chunks * 128 << shift) / WARPS;
+    const int most = (int)(HALF / WARPS - tokens) / 128 * 128;
+    const int ring = few_ring(w->formats, few_widest(w->formats), n, WARPS, tokens, 1);
+    const bool small = most >= QUARTERS * largest_chunk(w->formats) / 4;
+    return {small ? min(ring, most) : ring, tokens};
+}
+
+size_t bytes_of(const ring_of_warps &r)
+{
+    return (size_t)WARPS * (r.token_bytes + r.bytes);
+}
+
+template <unsigned FORMATS>
+cudaError_t launch_products(const store_args &a, const args &queries, const args &other,
+                            int n_beside, int shift, const ring_of_warps &queries_ring,
+                            const ring_of_warps &other_ring, size_t bytes, cudaStream_t stream)
+{
+    static const cudaError_t ready = cudaFuncSetAttribute(
+        store_and_multiply<FORMATS>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (ready != cudaSuccess) return ready;
-    return launch_after(store_and_multiply<FORMATS, PARTS>,
-                        dim3(a.rows.rows + m.n_tiles * 4 * PARTS / WARPS), dim3(BLOCK), bytes,
-                        stream, a, m, shift, ring);
+    return launch_after(store_and_multiply<FORMATS>,
+                        dim3(n_beside + a.rows.rows + queries.n_tiles * queries.splits),
+                        dim3(BLOCK), bytes, stream, a, queries, other, n_beside, shift,
+                        queries_ring, other_ring);
 }
 
 size_t row_bytes(const store_args &a)
@@ -386,37 +531,66 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
     }
 }
 
+static bool product_fits(const bgk_weights *w, int rows, bool own)
+{
+    return rows <= BGK_STORE_LINEAR && !w->n_ff && w->n_tiles > 0 && w->n_chunks > 0 &&
+           (w->splits == 1 || w->splits == 2 || w->splits == 4) && w->formats &&
+           ring_of(w, shift_of(rows), own).bytes;
+}
+
 bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows)
 {
-    return rows <= BGK_STORE_LINEAR && q_rank > 0 && cache->type != BGK_F32 &&
-           w->n_chunks == (q_rank + 63) / 64 && !w->block_tiles && !w->n_ff && w->n_tiles > 0 &&
-           w->n_tiles < 4 * sm_count() && w->n_tiles * w->splits % 2 == 0 &&
-           bgk_few_fits(w, rows) && (size_t)w->n_chunks * 128 * 4 <= MOST_TOKENS;
+    return q_rank > 0 && q_rank <= MOST_RANK && cache->type != BGK_F32 &&
+           w->n_chunks == (q_rank + 63) / 64 && !w->block_tiles && w->n_tiles < 4 * sm_count() &&
+           product_fits(w, rows, false);
+}
+
+bool bgk_mla_beside_fits(const bgk_weights *w, int rows)
+{
+    /* 4 rows, GLM-5's indexer: 15.6 to 21.6 us, each by itself 15.7. */
+    return rows <= BGK_BESIDE && w->n_tiles * w->splits <= sm_count() &&
+           product_fits(w, rows, true);
+}
+
+static bool out_fits(const bgk_out *out, const bgk_weights *w, int rows)
+{
+    return out->layout != BGK_TILES ||
+           (out->stride % BGK_TILE_ROWS == 0 && rows <= out->stride && w->n_out > 0);
 }
 
 cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
                                  const float *in, int64_t in_cols, const bgk_cache *cache,
                                  const bgk_rows *r, int layer, int q_rank, const float *q_norm,
                                  const float *kv_norm, float eps, const bgk_rotation *rope,
-                                 cudaStream_t stream)
+                                 const bgk_beside *beside, cudaStream_t stream)
 {
     store_args a;
     if (!bgk_mla_store_linear_fits(w, cache, q_rank, r->rows) || qa->layout != BGK_TILES ||
-        !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope))
+        !out_fits(out, w, r->rows) ||
+        !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope) ||
+        (beside && (!bgk_mla_beside_fits(beside->w, r->rows) ||
+                    !out_fits(&beside->out, beside->w, r->rows) || (uintptr_t)beside->x % 128 ||
+                    beside->x_stride % BGK_TILE_ROWS || r->rows > beside->x_stride)))
         return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!r->rows) return cudaSuccess;
-    const args m = args_of(out, w, qa->data, qa->stride, r->rows, BGK_SILU);
-    const int shift = r->rows == 1 ? 0 : r->rows == 2 ? 1 : 2;
-    const size_t tokens = (size_t)w->n_chunks * 128 << shift;
-    const int ring = few_ring(w->formats, few_widest(w->formats),
-                              few_part_chunks(w->n_chunks, w->splits), WARPS, tokens / WARPS, 1);
-    const size_t needs = tokens + (size_t)WARPS * ring,
-                 bytes = needs > row_bytes(a) ? needs : row_bytes(a);
-    return by_formats<W4, W8>(w->formats, [&](auto f) {
-        constexpr unsigned FORMATS = decltype(f)::value;
-        return w->splits == 1   ? launch_both<FORMATS, 1>(a, m, shift, ring, bytes, stream)
-               : w->splits == 2 ? launch_both<FORMATS, 2>(a, m, shift, ring, bytes, stream)
-                                : launch_both<FORMATS, 4>(a, m, shift, ring, bytes, stream);
+    const int shift = shift_of(r->rows);
+    const args queries = args_of(out, w, qa->data, qa->stride, r->rows, BGK_SILU);
+    const ring_of_warps queries_ring = ring_of(w, shift, false);
+    args other = {};
+    ring_of_warps other_ring = {};
+    unsigned formats = w->formats;
+    int n_beside = 0;
+    if (beside) {
+        other = args_of(&beside->out, beside->w, beside->x, beside->x_stride, r->rows, BGK_SILU);
+        other_ring = ring_of(beside->w, shift, true);
+        formats |= beside->w->formats;
+        n_beside = other.n_tiles * other.splits;
+    }
+    const size_t needs = max(bytes_of(queries_ring), bytes_of(other_ring)),
+                 bytes = max(needs, row_bytes(a) + BLOCK * 16);
+    return by_formats<W4, W8, W8 | W16>(formats, [&](auto f) {
+        return launch_products<decltype(f)::value>(a, queries, other, n_beside, shift, queries_ring,
+                                                   other_ring, bytes, stream);
     });
 }

@@ -3,6 +3,7 @@
 #ifndef BGK_MLA_TILE_CUH
 #define BGK_MLA_TILE_CUH
 
+#include "cluster.cuh"
 #include "mla.cuh"
 #include "wgmma.cuh"
 
@@ -15,6 +16,8 @@ constexpr int MOST_PARTS = 64;    /* that are merged at a time */
 constexpr int MERGE_QUADS = 4096; /* of four values, of all parts, at a time */
 static_assert(BGK_MLA_UNIT == KEYS && MOST_PARTS >= CHUNK, "a unit is what a stage holds");
 constexpr int WORKERS = 256;
+constexpr int CLUSTER_BLOCKS = 16, CLUSTER_UNITS = 2 * CLUSTER_BLOCKS; /* units: at most */
+constexpr int PIECE = WORKERS * 4;             /* bytes of a unit's O for a block of the cluster */
 constexpr int PITCH = KEYS + 4;                /* floats between rows of S: no bank conflicts */
 constexpr int OUT_PITCH = MLA_LATENT * 2 + 16; /* bytes between rows of the result */
 constexpr int QUADS = MLA_LATENT / 4;
@@ -63,6 +66,12 @@ template <typename T, int N> struct mla_shape {
     /* Where stages were: parts of O, their weights, chunks' (m, l). */
     static constexpr int WEIGHTS = MERGE_QUADS * 16, CHUNKS = WEIGHTS + MOST_PARTS * N * 16;
     static_assert(CHUNKS + 32 * N * 8 <= Q, "room to merge");
+    /* A cluster's block has, instead of the table: of each unit a piece of O, and (m, l) of its
+     * row. */
+    static constexpr int PIECES = TABLE, PIECES_ML = PIECES + CLUSTER_UNITS * PIECE;
+    static constexpr int SENT = PIECES_ML + CLUSTER_UNITS * 8; /* their barrier */
+    static constexpr int CLUSTER_BYTES = SENT + 8 + 1024;
+    static_assert(PIECES % 16 == 0, "sent by 16 bytes");
     /* Threads of a row of S, and the keys of each; some have no row. */
     static constexpr int THREADS = N > 16 ? 8 : N > 8 ? 16 : 32;
     static constexpr int MINE = KEYS / THREADS;
@@ -199,6 +208,20 @@ __device__ inline void add_keys(mla_work &x, const mla_args &a, int listed, int 
     x.end = min(x.units, x.begin + x.spread.each);
 }
 
+/* What block `split` of a cluster has of an item of one token and up to eight heads: some units, of
+ * up to CLUSTER_UNITS (keys behind them are left out). pos0 < 0: nothing. */
+__device__ inline mla_work work_in_cluster(const mla_args &a, const bgk_item &item, int split)
+{
+    mla_work x = {item};
+    x.n_pairs = a.a.n_heads;
+    x.n_keys = min(max(item.pos0 + 1, 0), CLUSTER_UNITS * KEYS);
+    x.units = (int)((uint32_t)(x.n_keys + KEYS - 1) / KEYS);
+    x.split = split;
+    x.begin = (int)((uint32_t)(split * x.units) / CLUSTER_BLOCKS);
+    x.end = (int)((uint32_t)((split + 1) * x.units) / CLUSTER_BLOCKS);
+    return x;
+}
+
 /* Where units end that a split, whose first one is `begin`, stores by themselves: those of a chunk
  * that began in a split before. */
 __device__ inline int lead_end(const mla_work &x, int begin)
@@ -296,6 +319,38 @@ __device__ inline void warpgroup_meets(int wg)
 __device__ inline void workers_meet()
 {
     asm volatile("bar.sync 1, 256;" ::: "memory");
+}
+
+/* st.async: to a block of the cluster, whose barrier `bar` counts the bytes. */
+__device__ inline void send(uint32_t to, float4 v, uint32_t bar)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
+                 : "memory");
+}
+
+__device__ inline void send(uint32_t to, float2 v, uint32_t bar)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+                 "[%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(v.x), "f"(v.y), "r"(bar)
+                 : "memory");
+}
+
+/* mbar_wait() for what blocks of the cluster sent. */
+__device__ inline void mbar_wait_cluster(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1, 0x989680;\n"
+                 "@p bra done;\n"
+                 "bra again;\n"
+                 "done:\n"
+                 "}\n" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
 }
 
 /* Arrives once the thread's copies so far have come. */
@@ -792,6 +847,93 @@ __device__ inline void store_part(const mla_args &a, const mla_work &x, int slot
                          "r"(part_word(m)), "r"(part_word(l))
                          : "memory");
     }
+}
+
+/* O, m and l of a unit to the blocks of the cluster that merge some of them: block 2 r + h has half
+ * h of the dims of row r, as PIECE bytes: [a thread's first, last four values][thread of 32]. Rows
+ * from `rows` on are not sent. */
+template <typename T>
+__device__ inline void send_unit(uint32_t base, int unit, const float (&o)[4][4], float m, float l,
+                                 int rows, uint32_t thread)
+{
+    using L = mla_shape<T, 8>;
+    const uint32_t half = thread / 128, lane = thread % 32, own = lane % 4 * 2;
+    const uint32_t at =
+        base + (uint32_t)(L::PIECES + unit * PIECE) + (thread / 32 % 4 * 8 + lane / 4) * 16;
+    const auto value = [](float v) { return L::Q8 ? __fmul_rn(v, 1.0f / ATT_RAISE) : v; };
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        if ((int)own + e >= rows) continue;
+        const uint32_t block = 2 * (own + e) + half, to = cluster_map(at, block);
+        const uint32_t bar = cluster_map(base + L::SENT, block);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            send(to + k * (PIECE / 2),
+                 make_float4(value(o[2 * k][e]), value(o[2 * k][2 + e]), value(o[2 * k + 1][e]),
+                             value(o[2 * k + 1][2 + e])),
+                 bar);
+    }
+    const uint32_t row = thread / 32, block = 2 * row + lane;
+    if (lane < 2 && (int)row < rows)
+        send(cluster_map(base + (uint32_t)(L::PIECES_ML + unit * 8), block), make_float2(m, l),
+             cluster_map(base + L::SENT, block));
+}
+
+/* Where value `thread` of a piece of half `half` is in its row. */
+__device__ inline uint32_t dim_in_piece(uint32_t half, uint32_t thread)
+{
+    const uint32_t k = thread / 128 * 4 + thread % 4, of = thread % 128 / 4;
+    return half * 256 + of / 8 * 16 + of % 8 + k / 2 * 64 + k % 2 * 8;
+}
+
+/* A value of a row of one token, to column `col`. */
+__device__ inline void store_value(const mla_args &a, uint32_t row, uint32_t col, float v)
+{
+    if (a.out.layout == BGK_TILES)
+        ((uint16_t *)a.out.data)[tile_index(a.out, row, col)] = half_bits(v);
+    else
+        ((float *)a.out.data)[(uint64_t)row * (uint32_t)a.out.stride + col] = v;
+}
+
+/* The workers: all units' pieces to half a row of the result. */
+template <typename T>
+__device__ inline void merge_units(const mla_args &a, const mla_work &x, uint32_t base,
+                                   uint32_t thread)
+{
+    using L = mla_shape<T, 8>;
+    constexpr int TOGETHER = 4;
+    static_assert(CHUNK % TOGETHER == 0 && CLUSTER_UNITS % TOGETHER == 0, "whole ones");
+    const int units = x.units;
+    uint32_t from = base + L::PIECES + thread * 4, by = base + L::PIECES_ML;
+    float m = -INFINITY, l = 0, o = 0, all_m = -INFINITY, all_l = 0, all_o = 0;
+#pragma unroll 1
+    for (int i = 0; i < units; i += TOGETHER, from += TOGETHER * PIECE, by += TOGETHER * 8) {
+        float2 ml[TOGETHER];
+        float v[TOGETHER];
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            ml[k] = get_float2(by + k * 8);
+            v[k] = get_float(from + k * PIECE);
+        }
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++)
+            if (i + k < units) {
+                const att_weights w = att_merge(m, ml[k].x);
+                l = att_merged(l, ml[k].y, w);
+                o = att_merged(o, v[k], w);
+            }
+        if ((i + TOGETHER) % CHUNK && i + TOGETHER < units) continue;
+        const att_weights w = att_merge(all_m, m);
+        all_l = att_merged(all_l, l, w);
+        all_o = att_merged(all_o, o, w);
+        m = -INFINITY;
+        l = o = 0;
+    }
+    const uint32_t head = (uint32_t)x.split / 2;
+    if ((int)head < x.n_pairs)
+        store_value(a, (uint32_t)x.item.row0,
+                    head * MLA_LATENT + dim_in_piece((uint32_t)x.split % 2, thread),
+                    __fadd_rn(__fmul_rn(all_o, inverse(all_l)), 0.0f));
 }
 
 /* room: N * OUT_PITCH bytes that nobody reads any more. */

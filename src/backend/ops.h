@@ -513,8 +513,8 @@ bg_status bg_op_route(bg_backend *b, bg_act *route, const bg_router *r, const bg
 bg_status bg_op_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
                     const bg_act *h, const bg_act *add, bg_error *err);
 /* qa[t] = rms(q latent) (an input buffer; NULL with q_rank 0); the cache gets [rms(kv latent) |
- * rope key, rotated] of every row at its position. Without --check a backend may leave it to the
- * linear of qa, which comes next. */
+ * rope key, rotated] of every row at its position. Without --check a backend may leave it, and one
+ * linear of something else behind it, to the linear of qa, which comes next. */
 bg_status bg_op_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                           bg_error *err);
 /* q_lat[t, h * kv_rank ..] = k_b's block h times q's head h (its first nope values). q and q_lat

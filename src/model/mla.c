@@ -225,8 +225,9 @@ static bg_status choose_keys(bg_model *m, const bg_layer *w, bg_error *err)
         .scale = 1 / sqrtf((float)d->index_heads * (float)d->index_dim),
     };
     const int n_rows = b->ops->n_rows(b);
-    bg_status st = bg_op_linear(b, &m->a.index_q, w->index_q, &m->a.q_a, n_rows, err);
-    if (!st) st = bg_op_linear(b, &m->a.index_k, w->index_k, &m->a.h, n_rows, err);
+    /* In this order a backend may do both with mla_store. */
+    bg_status st = bg_op_linear(b, &m->a.index_k, w->index_k, &m->a.h, n_rows, err);
+    if (!st) st = bg_op_linear(b, &m->a.index_q, w->index_q, &m->a.q_a, n_rows, err);
     if (!st) st = bg_op_index(b, &m->a.index_q, &m->a.index_k, &index, err);
     return st;
 }

@@ -473,6 +473,11 @@ static void check_shape(shape s, const int *ctx, int n_seqs)
     b = run_single(&t, BGK_ROWS, 1, N_SMS, t.parts_bytes);
     same_bits(&t, tiles, b, "decode alone, spread");
     free(b);
+    setup said = t;
+    said.a.max_keys = 1500; /* as lengths[] has them */
+    b = run_single(&said, BGK_ROWS, 1, N_SMS, t.parts_bytes);
+    same_bits(&t, tiles, b, "decode alone, known to be short");
+    free(b);
     static const size_t room[] = {1, 2, 3, 5, 9, 13, 23};
     for (size_t i = 0; i < sizeof room / sizeof *room; i++) {
         b = run_single(&t, BGK_ROWS, 3, N_SMS * 16, (size_t)s.heads * (RANK + 64) * 12 * room[i]);
@@ -530,6 +535,88 @@ Test(mla, long_ones)
     check_long((shape){20, BGK_BF16, 16, false}, 9000);
     check_long((shape){40, BGK_F16, 192, false}, 2100);
     check_long((shape){3, BGK_Q8, 32, true}, 7000);
+}
+
+enum { CLUSTER_KEYS = 2048 }; /* of a single row that is by itself a cluster's */
+
+/* Whether the device, not a part of it, has clusters of 16 blocks. */
+static bool has_clusters(void)
+{
+    int major = 0, sms = 0;
+    CU(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    CU(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    return major == 9 && sms >= 100;
+}
+
+/* Single rows of which is said that they are short: the bits they have without. */
+static void check_cluster(shape s)
+{
+    static const int ctx[] = {1, 63, 64, 65, 1024, 1025, 2047, CLUSTER_KEYS};
+    setup t = make(s, ctx, gpu_small() ? 3 : 8), said = t, more = t;
+    said.a.max_keys = CLUSTER_KEYS;
+    more.a.max_keys = CLUSTER_KEYS + 1;
+    float *rows = run_single(&t, BGK_ROWS, 1, N_SMS, t.parts_bytes), *b;
+    check_values(&t, NULL, rows, bound_of(&s), "short rows");
+    for (int i = 0; i < 3; i++) {
+        b = run_single(&said, BGK_ROWS, 1, N_SMS, t.parts_bytes);
+        same_bits(&t, rows, b, "short rows, known to be");
+        free(b);
+    }
+    check_attention_layout(&t, rows, run_single(&said, BGK_TILES, 1, N_SMS, t.parts_bytes),
+                           "short rows, known to be");
+    static const int sms[] = {1, 15, 16}, together[] = {1, 2, 3};
+    for (int i = 0; i < 3; i++) {
+        b = run_single(&said, BGK_ROWS, together[i], sms[i], t.parts_bytes);
+        same_bits(&t, rows, b, "short rows, known to be, by few blocks or some a launch");
+        free(b);
+    }
+    b = run_single(&more, BGK_ROWS, 1, N_SMS, t.parts_bytes);
+    same_bits(&t, rows, b, "short rows that could be longer");
+    free(b);
+    /* A cluster has no parts: what is there makes no difference. */
+    said.parts = poisoned(t.parts_bytes);
+    b = run_single(&said, BGK_ROWS, 1, N_SMS, t.parts_bytes);
+    if (has_clusters()) same_bits(&t, rows, b, "short rows, not in a cluster");
+    free(b);
+    CU(cudaFree(said.parts));
+    free(rows);
+    drop(&t);
+}
+
+/* Rows that see more than they should end, and write what is theirs; one that is none writes
+ * nothing. */
+static void check_cluster_wrong(shape s)
+{
+    const int ctx = CLUSTER_KEYS + 150;
+    setup t = make(s, &ctx, 1);
+    const size_t n = (size_t)(t.n_rows * s.heads * RANK);
+    t.a.max_keys = CLUSTER_KEYS;
+    float *rows = run_single(&t, BGK_ROWS, 1, N_SMS, t.parts_bytes);
+    for (size_t i = 0; i < n; i++)
+        cr_assert(isfinite(rows[i]), "too long a row: value %zu", i);
+    free(rows);
+    result r = attention_result(&t, BGK_ROWS);
+    const bgk_item none = {0, -1, t.block0[0], 1};
+    bgk_item *d = to_device(&none, sizeof none);
+    CU(bgk_mla_single(&r.out, &t.a, t.rows.blocks, d, 1, t.parts, t.parts_bytes, N_SMS, 0));
+    void *host = result_take(&r);
+    cr_assert(all_poison(host, n * sizeof(float)), "a row that is none was written");
+    CU(cudaFree(d));
+    free(host);
+    drop(&t);
+}
+
+Test(mla, cluster)
+{
+    NEEDS_GPU();
+    check_cluster((shape){8, BGK_F16, 32, false});
+    if (gpu_small()) return;
+    check_cluster((shape){8, BGK_BF16, 64, true});
+    check_cluster((shape){8, BGK_Q8, 32, false});
+    check_cluster((shape){5, BGK_F16, 16, true});
+    check_cluster((shape){1, BGK_Q8, 128, true});
+    check_cluster_wrong((shape){8, BGK_F16, 32, false});
+    check_cluster_wrong((shape){3, BGK_Q8, 64, false});
 }
 
 /* One short sequence, one head: where everything else is wrong, too, this says what. */
@@ -648,6 +735,40 @@ static void check_selected(shape s, int top_k)
     free(rows);
     drop_selection(&some);
     drop(&t);
+}
+
+/* The first rows of a long sequence, one to five in a launch: rows of lists, and of all keys. */
+static void check_selected_few(shape s, int ctx, int top_k)
+{
+    setup t = make(s, &ctx, 1);
+    selection some = select_keys(&t, top_k);
+    float *rows = run_selected(&t, &some, BGK_ROWS, 1, 0);
+    check_values(&t, &some, rows, bound_of(&s), "selected, few");
+    for (int n = 1; n <= 5; n++) {
+        setup few = t;
+        few.n_rows = few.rows.rows = n;
+        float *b = run_selected(&few, &some, BGK_ROWS, N_SMS, t.parts_bytes);
+        same_bits(&few, rows, b, "selected, few rows");
+        free(b);
+        check_attention_layout(&few, rows,
+                               run_selected(&few, &some, BGK_TILES, N_SMS, t.parts_bytes),
+                               "selected, few rows");
+    }
+    free(rows);
+    drop_selection(&some);
+    drop(&t);
+}
+
+Test(mla, selected_few)
+{
+    NEEDS_GPU();
+    if (gpu_small()) return;
+    check_selected_few((shape){8, BGK_F16, 32, false}, 2300, 2048);
+    check_selected_few((shape){8, BGK_F16, 32, true}, 1500, 1000);
+    check_selected_few((shape){8, BGK_F16, 64, true}, 1100, 4096);
+    check_selected_few((shape){8, BGK_F16, 16, false}, 3000, 2500);
+    check_selected_few((shape){3, BGK_BF16, 32, false}, 400, 100);
+    check_selected_few((shape){8, BGK_Q8, 32, false}, 2100, 2000);
 }
 
 Test(mla, selected)
@@ -1070,6 +1191,7 @@ static void bench_one(int n, int ctx, int heads, bool tiles, bgk_type type, int 
         .scale = 0.01f,
         .rope = {to_device(freq, sizeof freq), ROT, false, 1},
         .cache = {cache, NULL, type, n_blocks, 1, BLOCK, DIM, RANK, NULL, NULL},
+        .max_keys = ctx,
     };
     CU(cudaDeviceSynchronize());
     const double us = gpu_time_us(bench_call, &b, tiles ? 4 : 32);
@@ -1105,6 +1227,7 @@ Test(mla, bench_mla)
     static const bgk_type types[] = {BGK_F16, BGK_Q8};
     for (int k = 0; k < 2; k++)
         for (int h = 0; h < 3; h++) {
+            bench_one(1, 2048, heads[h], false, types[k], 0);
             for (int i = 0; i < 5; i++) {
                 bench_one(batch[i], 1024, heads[h], false, types[k], 0);
                 bench_one(batch[i], 4096, heads[h], false, types[k], 0);

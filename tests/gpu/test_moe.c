@@ -637,6 +637,9 @@ Test(moe, experts, .timeout = 300)
         {24, 2, 1, 768, 256, 512, 256, BG_Q4_K, BG_Q4_K, BG_Q8_0, false, true, BG_SILU, 300},
         {12, 2, 1, 1004, 352, 352, 0, BG_F32, BG_Q8_0, BG_F32, true, false, BG_GELU_TANH, 300},
         {12, 2, 0, 1280, 512, 512, 0, BG_Q4_K, BG_Q6_K, BG_F32, true, false, BG_SILU, 100},
+        /* as many experts as few_moe.cu has warps for, in two formats */
+        {20, 15, 1, 224, 160, 160, 0, BG_Q4_0, BG_Q4_0, BG_Q8_0, false, true, BG_SILU, 33},
+        {18, 14, 2, 256, 512, 512, 0, BG_Q6_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 33},
     };
     for (size_t i = 0; i < (gpu_small() ? 4 : sizeof list / sizeof *list); i++)
         check_experts(BG_COMPUTE_NATIVE, &list[i]);

@@ -449,6 +449,8 @@ bg_status bg_cuda_all_reduce_norm(bg_backend *b, bg_act *out, bg_act *x, const b
         x->cols != w->n || y->cols != w->n)
         return bg_fail(err, BG_INTERNAL, "op all_reduce_norm: %s, %s, %s and %lld weights",
                        out->name, x->name, y->name, (long long)w->n);
+    const bg_status waits = bg_cuda_flush(c, err);
+    if (waits) return waits;
     const bgk_out o = bg_cuda_out(out);
     const struct bg_cuda_comm *m = c->ranks;
     const cudaError_t e =

@@ -145,11 +145,15 @@ typedef struct bg_cuda {
     struct {         /* mla.c */
         bool latent; /* the cache is one of latents; parts and the plan are in att */
         bool fast;   /* that tensor cores read */
-        /* Of few rows, mla_store waits for the product of what it norms: one kernel does both. */
+        /* Of few rows, mla_store waits for the product of what it norms, and with it one linear of
+         * something else, if such a one comes first: one kernel does it all. */
         bool store_waits;
         bg_act *qa;
         const bg_act *in;
         bg_mla_in store;
+        const bg_linear *linear; /* NULL: only mla_store waits */
+        const bg_act *linear_x;
+        bgk_out linear_out;
     } mla;
     struct bg_cuda_index { /* mla.c: the indexer; n_layers 0: none */
         int n_layers, dim, top_k, n_heads;
@@ -292,10 +296,13 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
 
 /* mla.c */
 bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err);
-/* Called by the linear that follows mla_store: does it, if it waits, `with` the product where one
- * kernel does both. */
+/* Called by every linear. Where mla_store waits: the linear may wait too, or is done with all that
+ * waits by one kernel (*done), or what waits is done, and the linear is still to be. */
 bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
-                             bool *with, bg_error *err);
+                             int n_rows, bool *done, bg_error *err);
+/* What waits is done, each by itself: called by every other op, and at the end of a step. */
+bg_status bg_cuda_flush(bg_cuda *c, bg_error *err);
+void bg_cuda_forget(bg_cuda *c); /* what waits, after a step that failed */
 bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,
                             bg_error *err);
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
@@ -318,6 +325,9 @@ bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y
                                 const bg_vec *post, const bg_vec *w, float eps, bg_error *err);
 bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                          int n_rows, bg_error *err);
+/* out = l x: sizes fit, and nothing waits. */
+bg_status bg_cuda_run_linear(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                             int n_rows, bg_error *err);
 bgk_act bg_cuda_act_fn(bg_act_fn fn);
 bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, const bg_act *x,
                              bg_act_fn fn, bg_error *err);

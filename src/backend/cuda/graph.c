@@ -47,7 +47,8 @@ static bg_status end_step(bg_cuda *c, bg_error *err)
     c->timed = false;
     for (int k = 0; k < f->n_out; k++)
         f->slots[k] = c->s.seqs[c->s.out_seq[k]].slot;
-    bg_status st = f->n_out ? bg_cuda_results_copy(c, i, f->n_out, err) : BG_OK;
+    bg_status st = bg_cuda_flush(c, err);
+    if (!st && f->n_out) st = bg_cuda_results_copy(c, i, f->n_out, err);
     if (!st) st = bg_cuda_done(err, cudaEventRecord(f->done, c->stream), "end of a step");
     c->n_ended++;
     c->ended = true;

@@ -96,8 +96,10 @@ static bg_status rotation_of(bg_cuda *c, const bg_rope *rope, bgk_rotation *out,
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
+/* w not NULL: with the product of qa and, if not NULL, another beside it. */
 static bg_status store(bg_cuda *c, bg_act *qa, const bg_act *in, const bg_mla_in *p,
-                       const bgk_out *product, const bgk_weights *w, bg_error *err)
+                       const bgk_out *product, const bgk_weights *w, const bgk_beside *beside,
+                       bg_error *err)
 {
     bgk_rotation rope;
     bg_status st = rotation_of(c, p->rope, &rope, err);
@@ -108,7 +110,7 @@ static bg_status store(bg_cuda *c, bg_act *qa, const bg_act *in, const bg_mla_in
     if (w)
         e = bgk_mla_store_linear(product, w, &out, in->data, in->cols, &c->cache, &c->rows,
                                  p->layer, p->q_rank, q_norm, p->kv_norm->data, p->norm_eps, &rope,
-                                 c->stream);
+                                 beside, c->stream);
     else
         e = bgk_mla_store(&out, in->data, in->cols, &c->cache, &c->rows, p->layer, p->q_rank,
                           q_norm, p->kv_norm->data, p->norm_eps, &rope, c->stream);
@@ -123,25 +125,65 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->rope->n_rot, "mla_store", err);
     if (!st && p->q_rank) st = bg_cuda_fits(qa, c->s.n_rows, p->q_rank, "mla_store", err);
     if (!st) st = bg_cuda_fits(in, c->s.n_rows, cols, "mla_store", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
-    c->mla.store_waits =
-        p->q_rank && c->tiled && !b->check && c->s.n_rows <= BGK_STORE_LINEAR && c->s.n_rows;
-    if (!c->mla.store_waits) return store(c, qa, in, p, NULL, NULL, err);
+    if (!p->q_rank || !c->tiled || b->check || c->s.n_rows > BGK_STORE_LINEAR || !c->s.n_rows)
+        return store(c, qa, in, p, NULL, NULL, NULL, err);
+    c->mla.store_waits = true;
     c->mla.qa = qa;
     c->mla.in = in;
     c->mla.store = *p;
     return BG_OK;
 }
 
-bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
-                             bool *with, bg_error *err)
+bg_status bg_cuda_flush(bg_cuda *c, bg_error *err)
 {
-    const bg_mla_in *p = &c->mla.store;
-    *with = c->mla.store_waits && x == c->mla.qa &&
-            bgk_mla_store_linear_fits(&l->tiles, &c->cache, p->q_rank, c->s.n_rows);
+    const bg_linear *l = c->mla.linear;
     if (!c->mla.store_waits) return BG_OK;
     c->mla.store_waits = false;
-    return store(c, c->mla.qa, c->mla.in, p, *with ? out : NULL, *with ? &l->tiles : NULL, err);
+    c->mla.linear = NULL;
+    bg_status st = store(c, c->mla.qa, c->mla.in, &c->mla.store, NULL, NULL, NULL, err);
+    if (!st && l)
+        st = bg_cuda_run_linear(c, &c->mla.linear_out, l, c->mla.linear_x, c->s.n_rows, err);
+    return st;
+}
+
+void bg_cuda_forget(bg_cuda *c)
+{
+    c->mla.store_waits = false;
+    c->mla.linear = NULL;
+}
+
+bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                             int n_rows, bool *done, bg_error *err)
+{
+    const bg_mla_in *p = &c->mla.store;
+    const bgk_out in = bg_cuda_out(x);
+    *done = false;
+    if (!c->mla.store_waits) return BG_OK;
+    if (n_rows != c->s.n_rows || !l->n_rows || !l->k || in.layout != BGK_TILES)
+        return bg_cuda_flush(c, err);
+    if (x != c->mla.qa) {
+        *done = !c->mla.linear && bgk_mla_beside_fits(&l->tiles, n_rows);
+        if (!*done) return bg_cuda_flush(c, err);
+        c->mla.linear = l;
+        c->mla.linear_x = x;
+        c->mla.linear_out = *out;
+        return BG_OK;
+    }
+    if (!bgk_mla_store_linear_fits(&l->tiles, &c->cache, p->q_rank, n_rows))
+        return bg_cuda_flush(c, err);
+    bgk_beside beside = {.out = c->mla.linear_out};
+    const bool two = c->mla.linear != NULL;
+    if (two) {
+        const bgk_out other = bg_cuda_out(c->mla.linear_x);
+        beside.w = &c->mla.linear->tiles;
+        beside.x = other.data;
+        beside.x_stride = other.stride;
+    }
+    bg_cuda_forget(c);
+    *done = true;
+    return store(c, c->mla.qa, c->mla.in, p, out, &l->tiles, two ? &beside : NULL, err);
 }
 
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
@@ -193,7 +235,8 @@ bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat,
                  .n_heads = p->n_heads,
                  .nope = p->nope,
                  .scale = p->scale,
-                 .cache = c->cache};
+                 .cache = c->cache,
+                 .max_keys = c->config.max_ctx};
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->n_rot, "mla_attention", err);
     if (!st) st = bg_cuda_fits(out, rows, cols, "mla_attention", err);
     if (!st) st = bg_cuda_fits(q_lat, rows, cols, "mla_attention", err);
@@ -202,6 +245,7 @@ bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat,
             bg_cuda_fits(q, rows, (int64_t)p->n_heads * (p->nope + p->n_rot), "mla_attention", err);
     if (!st && p->selected && !c->index.n_layers)
         st = bg_fail(err, BG_INTERNAL, "op mla_attention: selected keys without an indexer");
+    if (!st) st = bg_cuda_flush(c, err);
     if (!st) st = rotation_of(c, p->rope, &a.rope, err);
     if (st) return st;
     const bgk_out to = bg_cuda_out(out);
@@ -281,6 +325,7 @@ bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const
     if (!st) st = bg_cuda_fits(ik, c->s.n_rows, (int64_t)p->dim + p->n_heads, "index", err);
     if (!st) st = rotation_of(c, p->rope, &a.rope, err);
     if (!st) st = index_scratch(c, p->n_heads, err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bgk_out q = bg_cuda_out(iq);
     cudaError_t e = choose_at_once(c, &a, &q, ik);

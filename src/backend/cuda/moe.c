@@ -182,6 +182,7 @@ static bg_status router_tiles(bg_cuda *c, bg_router *r, float *w, const char *na
                              .n_tiles = n_tiles,
                              .n_chunks = chunks,
                              .splits = 1,
+                             .idle = c->ranks != NULL,
                              .formats = 1u << BGK_W16,
                              .n_out = r->n_parts * r->n,
                              .block_tiles = each};
@@ -302,6 +303,8 @@ bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const 
     if (n_rows > h->max_rows || n_rows > route->max_rows || route->cols < 2 * r->r.n_used + 1 ||
         h->cols < r->d || (in.layout == BGK_TILES) != c->tiled)
         return bg_fail(err, BG_INTERNAL, "op route: %s to %s", h->name, route->name);
+    const bg_status waits = bg_cuda_flush(c, err);
+    if (waits) return waits;
     const bool later = choice_waits(c, r, n_rows);
     c->moe->chooses = later ? r : NULL;
     c->moe->route = route;
@@ -720,6 +723,8 @@ bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_
         out->layout != BGK_ROWS || (h->layout == BGK_TILES) != c->tiled ||
         (add && (add->layout != BGK_ROWS || add->max_rows < n_rows || add->cols < e->d)))
         return bg_fail(err, BG_INTERNAL, "op moe: %s, from %s to %s", e->name, h->name, out->name);
+    const bg_status waits = bg_cuda_flush(c, err);
+    if (waits) return waits;
     const bgk_moe m = {.n_experts = e->n_experts,
                        .n_used = e->n_used,
                        .n_shared = e->n_shared,

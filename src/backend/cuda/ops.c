@@ -6,6 +6,7 @@ bg_status bg_cuda_embed(bg_backend *b, bg_act *out, const bg_embedding *e, float
 {
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = bg_cuda_fits(out, c->s.n_rows, e->cols, "embed", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_embed(out->data, out->cols, e->data, c->weights, c->ids, scale,
@@ -19,6 +20,7 @@ bg_status bg_cuda_rms_norm(bg_backend *b, bg_act *out, const bg_act *x, const bg
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = bg_cuda_fits(out, n_rows, w->n, "rms_norm", err);
     if (!st) st = bg_cuda_fits(x, n_rows, w->n, "rms_norm", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(
@@ -32,6 +34,7 @@ bg_status bg_cuda_add(bg_backend *b, bg_act *x, const bg_act *y, bg_error *err)
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = bg_cuda_fits(y, c->s.n_rows, x->cols, "add", err);
     if (!st) st = bg_cuda_fits(x, c->s.n_rows, x->cols, "add", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     return bg_cuda_done(
         err, bgk_add(x->data, x->cols, y->data, y->cols, c->s.n_rows, (int)x->cols, c->stream),
@@ -45,6 +48,7 @@ bg_status bg_cuda_add_rms_norm(bg_backend *b, bg_act *out, bg_act *x, const bg_a
     bg_status st = bg_cuda_fits(out, c->s.n_rows, w->n, "add_rms_norm", err);
     if (!st) st = bg_cuda_fits(x, c->s.n_rows, w->n, "add_rms_norm", err);
     if (!st) st = bg_cuda_fits(y, c->s.n_rows, w->n, "add_rms_norm", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(err,
@@ -63,6 +67,7 @@ bg_status bg_cuda_norm_add_norm(bg_backend *b, bg_act *out, bg_act *x, bg_act *y
     if (!st && post->n != w->n)
         st = bg_fail(err, BG_INTERNAL, "op norm_add_norm: %s has %lld weights, %s %lld", post->name,
                      (long long)post->n, w->name, (long long)w->n);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bgk_out o = bg_cuda_out(out);
     return bg_cuda_done(err,
@@ -108,8 +113,8 @@ static bg_status plain_product(bg_cuda *c, const bgk_out *out, const bg_linear *
     return bg_cuda_done(err, e, l->name);
 }
 
-static bg_status run_linear(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
-                            int n_rows, bg_error *err)
+bg_status bg_cuda_run_linear(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                             int n_rows, bg_error *err)
 {
     if (!n_rows || !l->n_rows) return BG_OK;
     if (!l->k) return no_sum(c, out, l, n_rows, err);
@@ -130,8 +135,8 @@ bg_status bg_cuda_linear(bg_backend *b, bg_act *out, const bg_linear *l, const b
     bg_status st = bg_cuda_fits(out, n_rows, l->n_rows, "linear", err);
     if (!st) st = bg_cuda_fits(x, n_rows, l->n_in, "linear", err);
     bool done = false;
-    if (!st) st = bg_cuda_mla_stored((bg_cuda *)b, &o, l, x, &done, err);
-    return st || done ? st : run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
+    if (!st) st = bg_cuda_mla_stored((bg_cuda *)b, &o, l, x, n_rows, &done, err);
+    return st || done ? st : bg_cuda_run_linear((bg_cuda *)b, &o, l, x, n_rows, err);
 }
 
 static const bgk_act FNS[] = {
@@ -153,6 +158,7 @@ bg_status bg_cuda_linear_glu(bg_backend *b, bg_act *out, const bg_linear *l, con
     const int n_rows = c->s.n_rows;
     bg_status st = bg_cuda_fits(x, n_rows, l->k, "linear_glu", err);
     if (!st) st = bg_cuda_fits(out, n_rows, l->tiles.n_ff, "linear_glu", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st || !n_rows) return st;
     const bgk_out o = bg_cuda_out(out), in = bg_cuda_out(x);
     if (bg_cuda_fast_serves(l, NULL, n_rows))
@@ -167,6 +173,7 @@ bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = bg_cuda_fits(gate_up, c->s.n_rows, 2 * out->cols, "glu", err);
     if (!st) st = bg_cuda_fits(out, c->s.n_rows, out->cols, "glu", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_glu(out->data, out->cols, gate_up->data, gate_up->cols, FNS[fn],
@@ -177,13 +184,15 @@ bg_status bg_cuda_glu(bg_backend *b, bg_act *out, const bg_act *gate_up, bg_act_
 bg_status bg_cuda_all_reduce(bg_backend *b, bg_act *x, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
-    return bg_cuda_all_reduce_rows(c, x, c->s.n_rows, err);
+    bg_status st = bg_cuda_flush(c, err);
+    return st ? st : bg_cuda_all_reduce_rows(c, x, c->s.n_rows, err);
 }
 
 bg_status bg_cuda_gather_out(bg_backend *b, bg_act *out, const bg_act *x, bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
     bg_status st = bg_cuda_fits(out, c->s.n_out, x->cols, "gather_out", err);
+    if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     return bg_cuda_done(err,
                         bgk_gather(out->data, out->cols, x->data, x->cols, c->out_row, c->s.n_out,
@@ -201,12 +210,13 @@ bg_status bg_cuda_logits(bg_backend *b, const bg_linear *head, const bg_act *x,
         return bg_fail(err, BG_INTERNAL, "op logits: the head has %d rows, not %lld", head->n_rows,
                        (long long)own);
     bg_status st = bg_cuda_fits(x, c->s.n_out, head->k, "logits", err);
+    if (!st) st = bg_cuda_flush(c, err);
     c->has_logits = true;
     if (st || !c->s.n_out) return st;
     bg_act all = {.data = c->logits, .max_rows = c->s.n_out, .cols = vocab, .name = "logits"};
     if (b->check) b->ops->poison(b, &all, c->s.n_out);
     const bgk_out o = {c->logits, BGK_ROWS, bg_cuda_shard_cols(c)};
-    st = run_linear(c, &o, head, x, c->s.n_out, err);
+    st = bg_cuda_run_linear(c, &o, head, x, c->s.n_out, err);
     if (!st) st = bg_cuda_gather_logits(c, c->s.n_out, rank_rows, err);
     if (!st && softcap > 0)
         st = bg_cuda_done(err, bgk_softcap(c->logits, c->s.n_out * vocab, softcap, c->stream),

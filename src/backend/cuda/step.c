@@ -189,6 +189,7 @@ bg_status bg_cuda_send_step(bg_cuda *c, int rows, int seqs, int outs, bg_error *
 
 bg_status bg_cuda_gather_ids(bg_cuda *c, bg_error *err)
 {
+    bg_cuda_forget(c);
     return bg_cuda_done(err,
                         bgk_gather_ids(c->ids, c->history, c->history_stride, c->slot_of_seq,
                                        c->seq, c->pos, c->rows.rows, c->stream),

@@ -14,10 +14,15 @@
  *   [28672, 4096]  20.0 23.4    -  31.8 35.6    -  55.7 52.5    -  202.1 200.3    -
  *
  * Four parts gain a tenth up to 32 tokens and lose a third at 64 to 128, where jobs run; with
- * tiles for everyone (the last) parts gain nothing. */
+ * tiles for everyone (the last) parts gain nothing. With a third of the multiprocessors' tiles or
+ * fewer, four blocks of a cluster take a part each; Q8_0, 8, 32, 64 and 128 tokens:
+ *
+ *   [2624, 6144]   12.1  8.7  6.7   13.3 13.2  9.2   15.2 15.8 14.6   21.3  21.4  21.8
+ *   [2048, 2048]    4.9  4.0  3.5    5.1  5.4  4.1    5.7  5.7  7.0    7.1   7.4   7.2 */
 int bg_cuda_splits(int64_t n_tiles, int64_t k)
 {
     if (n_tiles > 200) return 1;
+    if (n_tiles <= 44 && k >= 2048) return 4;
     return k >= 1024 ? 2 : 1;
 }
 

@@ -213,6 +213,7 @@ static bg_status tiled_linear(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     l->tiles.n_tiles = (int)n_tiles;
     l->tiles.n_chunks = (l->k + TILE - 1) / TILE;
     l->tiles.splits = bg_cuda_splits(n_tiles, l->k);
+    l->tiles.idle = c->ranks != NULL;
     l->tiles.n_ff = spec->glu ? (int)spec->parts[0].n_rows : 0;
     l->tiles.n_out = l->n_rows;
     bg_cuda_pick_shapes(c, &l->tiles);
@@ -364,6 +365,7 @@ static bg_status tiled_blocks(bg_cuda *c, bg_linear *l, const bg_linear_spec *sp
     t->block_tiles = (int)g.n_tiles;
     t->formats = 1u << g.format;
     t->splits = bg_cuda_splits(t->n_tiles, l->k);
+    t->idle = c->ranks != NULL;
     t->n_out = l->n_rows;
     float *row_scale = NULL;
     bg_status st = bg_cuda_take(c, &l->w, l->w_bytes, spec->name, err);

@@ -1,4 +1,5 @@
-/* kernels/repack.cu - weights from GGUF blocks to tiles (bgk.h), or to plain values.
+/* kernels/repack.cu - weights from GGUF blocks to tiles (bgk.h), or to plain values; random blocks
+ * and values.
  *
  *   launch    tiles: a warp a row for the row's exponent, then 128 threads a chunk, each of which
  *             looks up the weights that it will hold in a matrix product; no shared memory
@@ -7,6 +8,8 @@
  *   proof     tests/gpu/test_repack.c: every type against bg_dequant_row, by a decoder that follows
  *             the layout's text; what threads do (pack.h) on the host too */
 #include "pack.h"
+
+#include <cuda_bf16.h>
 
 namespace
 {
@@ -92,6 +95,63 @@ __global__ void __launch_bounds__(256)
 {
     const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
     if (i < n) pack_random_block(type, blocks + i * bytes, bytes, seed, block0 + i, std);
+}
+
+template <bgk_type TYPE> struct raw {
+    typedef uint16_t bits;
+};
+template <> struct raw<BGK_F32> {
+    typedef uint32_t bits;
+};
+template <> struct raw<BGK_Q8> {
+    typedef uint8_t bits;
+};
+
+template <bgk_type TYPE> __device__ typename raw<TYPE>::bits rounded(float v)
+{
+    if constexpr (TYPE == BGK_F32) return __float_as_uint(v);
+    if constexpr (TYPE == BGK_F16) return __half_as_ushort(__float2half_rn(v));
+    if constexpr (TYPE == BGK_BF16) return __bfloat16_as_ushort(__float2bfloat16_rn(v));
+    if constexpr (TYPE == BGK_Q8) return (uint8_t)__float2int_rn(v);
+}
+
+constexpr int FILL_BLOCKS = 4096; /* several waves of any GPU */
+
+/* A thread: 16 bytes at a time, from 16 hashed bytes, as many bits for each value as it has. */
+template <bgk_type TYPE>
+__global__ void __launch_bounds__(256)
+    random_values(uint8_t *to, int64_t n_rows, int64_t n, int64_t row_bytes, float mid,
+                  float spread, uint64_t base)
+{
+    typedef typename raw<TYPE>::bits bits;
+    constexpr int BITS = 8 * (int)sizeof(bits), EACH = 128 / BITS;
+    const int64_t pieces = (n + EACH - 1) / EACH;
+    const float step = spread * 0x1p-31f;
+    for (int64_t row = blockIdx.y; row < n_rows; row += gridDim.y)
+        for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < pieces;
+             i += (int64_t)gridDim.x * 256) {
+            const uint64_t at = base + 2 * (uint64_t)(row * pieces + i);
+            const uint64_t w[2] = {pack_mix(at * 0x9e3779b97f4a7c15ull),
+                                   pack_mix((at + 1) * 0x9e3779b97f4a7c15ull)};
+            union {
+                bits v[EACH];
+                uint4 all;
+            } piece;
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                /* The value's bits as the upper ones of a number in +- 2^31. */
+                const uint32_t r = (uint32_t)(w[j * BITS / 64] >> j * BITS % 64) << (32 - BITS);
+                piece.v[j] = rounded<TYPE>(fmaf((float)(int32_t)r, step, mid));
+            }
+            bits *out = (bits *)(to + row * row_bytes) + i * EACH;
+            if (n - i * EACH >= EACH) {
+                *(uint4 *)out = piece.all;
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+                if (j < n - i * EACH) out[j] = piece.v[j];
+        }
 }
 
 /* Columns and bytes of a block; 0: not a type that is read here. */
@@ -199,5 +259,43 @@ cudaError_t bgk_random_blocks(void *blocks, int type, int64_t n_blocks, uint64_t
     if (!n_blocks) return cudaSuccess;
     random_blocks<<<(unsigned)((n_blocks + 255) / 256), 256, 0, stream>>>(
         (uint8_t *)blocks, type, bytes, n_blocks, seed, block0, std);
+    return cudaGetLastError();
+}
+
+cudaError_t bgk_random_values(void *to, bgk_type type, int64_t n_rows, int64_t n, int64_t row_bytes,
+                              float mid, float spread, uint64_t seed, cudaStream_t stream)
+{
+    const int64_t value = type == BGK_F32 ? 4 : type == BGK_Q8 ? 1 : 2;
+    if (n_rows < 0 || n < 0 || n > INT64_MAX / 8 || (uintptr_t)to % 16 || !(spread >= 0) ||
+        !(fabsf(mid) + spread <= (type == BGK_Q8 ? 127 : 65504)) ||
+        (n_rows > 1 && (row_bytes % 16 || row_bytes < n * value)))
+        return cudaErrorInvalidValue;
+    if (!n_rows || !n) return cudaSuccess;
+    const int64_t row_blocks = (n * value + 16 * 256 - 1) / (16 * 256);
+    dim3 grid((unsigned)(row_blocks < FILL_BLOCKS ? row_blocks : FILL_BLOCKS));
+    grid.y = FILL_BLOCKS / grid.x;
+    if (n_rows < grid.y) grid.y = (unsigned)n_rows;
+    const uint64_t base = pack_mix(seed + 1);
+    uint8_t *out = (uint8_t *)to;
+    switch (type) {
+    case BGK_F32:
+        random_values<BGK_F32>
+            <<<grid, 256, 0, stream>>>(out, n_rows, n, row_bytes, mid, spread, base);
+        break;
+    case BGK_F16:
+        random_values<BGK_F16>
+            <<<grid, 256, 0, stream>>>(out, n_rows, n, row_bytes, mid, spread, base);
+        break;
+    case BGK_BF16:
+        random_values<BGK_BF16>
+            <<<grid, 256, 0, stream>>>(out, n_rows, n, row_bytes, mid, spread, base);
+        break;
+    case BGK_Q8:
+        random_values<BGK_Q8>
+            <<<grid, 256, 0, stream>>>(out, n_rows, n, row_bytes, mid, spread, base);
+        break;
+    default:
+        return cudaErrorInvalidValue;
+    }
     return cudaGetLastError();
 }

@@ -265,7 +265,7 @@ static void print_alone(const bg_bench *b)
         printf("rank 0 of %d; %d all-reduces a step, timed op by op (that is, with waiting for "
                "the others)\n",
                b->tp, sums);
-    if (b->skip_prefill) puts("Nothing was prefilled: keys and values of the context are zeros.");
+    if (b->skip_prefill) puts("Nothing was prefilled: keys and values of the context are random.");
     printf("Floor: what linears, experts and attention of a rank must move in a step, at %.2f "
            "TB/s. Rates are those of all %d ranks.\n\n",
            H200_BYTES * 1e-12, b->rank_of ? b->rank_of : b->tp);

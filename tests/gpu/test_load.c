@@ -273,6 +273,116 @@ Test(load, dummy)
     cr_assert_eq(sums[0], sums[1]);
 }
 
+/* ---- caches of random weights ------------------------------------------------------------------
+ */
+
+/* What floats there are; sum is added to. */
+static void check_floats(bgk_type type, const void *p, int64_t n, double *sum)
+{
+    double squares = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double v = type == BGK_F32   ? (double)((const float *)p)[i]
+                         : type == BGK_F16 ? (double)bg_f16_to_f32(((const uint16_t *)p)[i])
+                                           : (double)bg_bf16_to_f32(((const uint16_t *)p)[i]);
+        cr_assert(fabs(v) < 1.75, "value %lld is %g", (long long)i, v);
+        squares += v * v;
+        *sum += (double)(i % 101) * v;
+    }
+    cr_assert(fabs(squares / (double)n - 1) < 0.15, "mean square %g", squares / (double)n);
+}
+
+/* int8 values [n, cols] with a scale each. */
+static void check_q8(const int8_t *p, const float *scale, int64_t n, int64_t cols, double *sum)
+{
+    double squares = 0;
+    for (int64_t i = 0; i < n; i++) {
+        cr_assert(scale[i] > 0 && scale[i] < 1, "scale %lld is %g", (long long)i, (double)scale[i]);
+        for (int64_t j = 0; j < cols; j++) {
+            const double v = p[i * cols + j] * (double)scale[i];
+            squares += v * v;
+            *sum += (double)((i + j) % 101) * v;
+        }
+    }
+    cr_assert(fabs(squares / (double)(n * cols) - 1) < 0.1, "mean square %g",
+              squares / (double)(n * cols));
+}
+
+/* What nothing computed: all of it random numbers, as its kernels read them, the same each time. */
+Test(load, dummy_cache)
+{
+    NEEDS_GPU();
+    enum { LAYERS = 3, BLOCKS = 7, TOKENS = 16, INDEX = 2, INDEX_DIM = 128 };
+    static const bg_cache_spec specs[] = {
+        {.type = BG_CACHE_F16, .n_kv_heads = 2, .k_dim = 64, .v_dim = 64},
+        {.type = BG_CACHE_BF16, .n_kv_heads = 1, .k_dim = 192, .v_dim = 128},
+        {.type = BG_CACHE_Q8, .n_kv_heads = 2, .k_dim = 128, .v_dim = 128},
+        {.type = BG_CACHE_F32, .n_kv_heads = 0, .k_dim = 64, .v_dim = 64},
+        {.type = BG_CACHE_F16, .n_kv_heads = 1, .k_dim = 576, .v_dim = 512, .latent = 512},
+        {.type = BG_CACHE_F32, .n_kv_heads = 1, .k_dim = 40, .v_dim = 32, .latent = 32},
+        {.type = BG_CACHE_Q8, .n_kv_heads = 1, .k_dim = 576, .v_dim = 512, .latent = 512}};
+    double sums[2][7] = {{0}};
+    for (int i = 0; i < 2 * 7; i++) {
+        bg_cache_spec spec = specs[i / 2];
+        bg_error err = {0};
+        bg_cuda *c =
+            backend(spec.type == BG_CACHE_F32 ? BG_COMPUTE_F32 : BG_COMPUTE_NATIVE, true, 16);
+        double *sum = &sums[i % 2][i / 2];
+        spec.n_layers = LAYERS;
+        spec.n_blocks = BLOCKS;
+        spec.block_tokens = TOKENS;
+        if (spec.latent) {
+            spec.n_index = INDEX;
+            spec.index_dim = INDEX_DIM;
+            spec.index_top_k = 32;
+        }
+        const bg_status st = bg_cuda_cache_new(&c->base, &spec, &err);
+        if (st == BG_ARG && spec.latent && spec.type == BG_CACHE_Q8) { /* no Hopper */
+            end(c);
+            continue;
+        }
+        cr_assert_eq(st, BG_OK, "%s", err.text);
+        CU(cudaStreamSynchronize(c->stream));
+        const bgk_cache *m = &c->cache;
+        const int64_t slots = (int64_t)LAYERS * BLOCKS * TOKENS * spec.n_kv_heads;
+        const size_t value = m->type == BGK_F32 ? 4 : m->type == BGK_Q8 ? 1 : 2;
+        if (spec.latent && m->type == BGK_Q8) {
+            const size_t each = bgk_mla_block_bytes(m);
+            char *p = from_device(m->k, each * LAYERS * BLOCKS);
+            for (int b = 0; b < LAYERS * BLOCKS; b++) {
+                const char *at = p + (size_t)b * each;
+                check_q8((const int8_t *)at, (const float *)(at + TOKENS * (512 + 128)), TOKENS,
+                         512, sum);
+                check_floats(BGK_F16, at + TOKENS * 512, TOKENS * 64, sum);
+            }
+            free(p);
+        }
+        for (int v = 0; v < (spec.latent ? 1 : 2) && slots; v++) {
+            const int64_t cols = v ? spec.v_dim : spec.k_dim;
+            if (spec.latent && m->type == BGK_Q8) break;
+            void *p = from_device(v ? m->v : m->k, (size_t)(slots * cols) * value);
+            float *scale = m->type == BGK_Q8 ? from_device(v ? m->v_scale : m->k_scale,
+                                                           (size_t)slots * sizeof *scale)
+                                             : NULL;
+            if (scale)
+                check_q8(p, scale, slots, cols, sum);
+            else
+                check_floats(m->type, p, slots * cols, sum);
+            free(scale);
+            free(p);
+        }
+        if (spec.latent) {
+            const bgk_type type = m->type == BGK_Q8 ? BGK_F16 : m->type;
+            const int64_t n = (int64_t)INDEX * BLOCKS * TOKENS * INDEX_DIM;
+            void *p = from_device(c->index.keys, (size_t)n * (type == BGK_F32 ? 4 : 2));
+            check_floats(type, p, n, sum);
+            free(p);
+        }
+        end(c);
+    }
+    for (int i = 0; i < 7; i++)
+        cr_assert_eq(sums[0][i], sums[1][i], "cache %d", i);
+}
+
 /* ---- block-diagonal ----------------------------------------------------------------------------
  */
 

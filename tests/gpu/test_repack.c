@@ -484,6 +484,128 @@ Test(repack, random_blocks)
     }
 }
 
+static double value_at(bgk_type type, const void *row, int64_t i)
+{
+    switch (type) {
+    case BGK_F32:
+        return (double)((const float *)row)[i];
+    case BGK_F16:
+        return (double)bg_f16_to_f32(((const uint16_t *)row)[i]);
+    case BGK_BF16:
+        return (double)bg_bf16_to_f32(((const uint16_t *)row)[i]);
+    default:
+        return ((const int8_t *)row)[i];
+    }
+}
+
+/* Rows of uneven ends, one that is more than the grid, more of them than the grid has. */
+Test(repack, random_values)
+{
+    NEEDS_GPU();
+    static const struct {
+        bgk_type type;
+        int64_t value; /* bytes */
+        float mid, spread;
+        double rounding;
+    } cases[] = {{BGK_F32, 4, 0, 1.7320508f, 0x1p-23}, {BGK_F16, 2, 0, 1.7320508f, 0x1p-10},
+                 {BGK_BF16, 2, 0, 1.7320508f, 0x1p-7}, {BGK_Q8, 1, 0, 127, 0},
+                 {BGK_F32, 4, 0.0136f, 0, 0},          {BGK_F16, 2, 3, 0.5f, 0x1p-9}};
+    static const int64_t shapes[][3] = {/* rows, values, bytes between rows */
+                                        {1, 1, 0},       {1, 4093, 0}, {3, 1031, 48},
+                                        {9000, 21, 16},  {2, 64, 0},   {1, (5 << 20) + 3, 0},
+                                        {4500, 1100, 32}};
+    const size_t n_shapes = sizeof shapes / sizeof *shapes;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases * n_shapes; i++) {
+        const bgk_type type = cases[i / n_shapes].type;
+        const int64_t *shape = shapes[i % n_shapes], n = shape[1];
+        const int64_t size = n * cases[i / n_shapes].value, each = (size + 15) / 16 * 16 + shape[2];
+        const int64_t rows = gpu_small() && shape[0] * size > 1 << 20 ? 1 : shape[0];
+        const size_t bytes = (size_t)(rows * each);
+        const double mid = (double)cases[i / n_shapes].mid,
+                     spread = (double)cases[i / n_shapes].spread,
+                     most = spread + cases[i / n_shapes].rounding;
+        uint8_t *got[3];
+        for (int turn = 0; turn < 3; turn++) { /* the last from another seed */
+            uint8_t *p = poisoned(bytes + GUARD);
+            CU(bgk_random_values(p, type, rows, n, each, (float)mid, (float)spread,
+                                 7 + (uint64_t)(turn == 2), 0));
+            got[turn] = from_device(p, bytes + GUARD);
+            cudaFree(p);
+        }
+        cr_assert(all_poison(got[0] + bytes, GUARD));
+        cr_assert_eq(memcmp(got[0], got[1], bytes), 0, "type %d: not the same again", (int)type);
+        double sum = 0, squares = 0, same = 0, repeated = 0;
+        for (int64_t r = 0; r < rows; r++) {
+            const uint8_t *row = got[0] + r * each;
+            cr_assert(all_poison(row + size, (size_t)(each - size)), "type %d row %lld", (int)type,
+                      (long long)r);
+            for (int64_t j = 0; j < n; j++) {
+                const double v = value_at(type, row, j) - mid;
+                cr_assert(fabs(v) <= most, "type %d: row %lld value %lld is %g", (int)type,
+                          (long long)r, (long long)j, v + mid);
+                sum += v;
+                squares += v * v;
+                same += v == value_at(type, got[2] + r * each, j) - mid;
+                repeated += r && v == value_at(type, row - each, j) - mid;
+            }
+        }
+        const double count = (double)(rows * n);
+        if (spread > 0 && count > 3000) {
+            const double bound = 5 * spread / sqrt(3 * count) + 0.005 * spread;
+            cr_assert(fabs(sum / count) < bound, "type %d: mean %g", (int)type, sum / count);
+            cr_assert(fabs(sqrt(squares / count) - spread / sqrt(3)) < bound,
+                      "type %d: deviation %g", (int)type, sqrt(squares / count));
+            cr_assert(same < 0.05 * count && repeated < 0.05 * count,
+                      "type %d: %g values of %g with another seed, %g in the row before", (int)type,
+                      same, count, repeated);
+        }
+        for (int turn = 0; turn < 3; turn++)
+            free(got[turn]);
+    }
+    char *p = poisoned(256);
+    CU(bgk_random_values(p, BGK_F32, 0, 8, 0, 0, 1, 1, 0));
+    CU(bgk_random_values(p, BGK_F32, 2, 0, 0, 0, 1, 1, 0));
+    const float off = NAN;
+    for (int i = 0; i < 6; i++)
+        cr_assert_eq(bgk_random_values(p + (i == 0 ? 8 : 0), BGK_Q8, i == 1 ? -1 : 2, 16,
+                                       i == 2   ? 24
+                                       : i == 3 ? 0
+                                                : 16,
+                                       i == 4 ? 1 : 0, i == 5 ? off : 127, 1, 0),
+                     cudaErrorInvalidValue, "%d", i);
+    uint8_t *untouched = from_device(p, 256);
+    cr_assert(all_poison(untouched, 256));
+    free(untouched);
+    cudaFree(p);
+}
+
+/* The larger part of what memory can is enough: a GPU's cache is filled in the time of a few steps.
+ */
+Test(repack, bench_random_values)
+{
+    NEEDS_GPU();
+    const int64_t bytes = gpu_small() ? 1 << 20 : (int64_t)4 << 30;
+    uint8_t *p = poisoned((size_t)bytes);
+    cudaEvent_t a, b;
+    CU(cudaEventCreate(&a));
+    CU(cudaEventCreate(&b));
+    for (int type = BGK_F32; type <= BGK_Q8; type++) {
+        const int64_t value = type == BGK_F32 ? 4 : type == BGK_Q8 ? 1 : 2;
+        float ms = 0;
+        for (int turn = 0; turn < 2; turn++) {
+            CU(cudaEventRecord(a, 0));
+            CU(bgk_random_values(p, (bgk_type)type, 1, bytes / value, 0, 0, 1, 1, 0));
+            CU(cudaEventRecord(b, 0));
+            CU(cudaEventSynchronize(b));
+            CU(cudaEventElapsedTime(&ms, a, b));
+        }
+        printf("random values of type %d: %.0f GB/s\n", type, (double)bytes / (double)ms * 1e-6);
+    }
+    CU(cudaEventDestroy(a));
+    CU(cudaEventDestroy(b));
+    cudaFree(p);
+}
+
 Test(repack, refusals)
 {
     NEEDS_GPU();

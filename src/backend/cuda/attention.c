@@ -13,6 +13,58 @@ enum { PARTS_BYTES = 80 << 20 };
 
 /* ---- the cache ------------------------------------------------------------------------------- */
 
+/* Random values have a deviation of 1, as what norms leave: uniform in +- sqrt(3), or int8 in
+ * +- 127, times a scale. */
+static const float SPREAD = 1.7320508f, Q8_SCALE = 1.7320508f / 127;
+enum { SEED_K, SEED_V, SEED_ROPE, SEED_INDEX };
+
+static cudaError_t random_run(const bg_cuda *c, void *to, bgk_type type, int64_t n, uint64_t seed)
+{
+    return bgk_random_values(to, type, 1, n, 0, 0, type == BGK_Q8 ? 127 : SPREAD, seed, c->stream);
+}
+
+/* A block's int8 latents, its rope keys in halves, its scales: mla.cuh. */
+static cudaError_t random_q8_latents(const bg_cuda *c, int64_t n_blocks)
+{
+    const bgk_cache *m = &c->cache;
+    const int64_t bytes = (int64_t)bgk_mla_block_bytes(m), latent = m->block_tokens * m->v_dim,
+                  rope = m->block_tokens * (m->k_dim - m->v_dim);
+    char *at = m->k;
+    cudaError_t e =
+        bgk_random_values(at, BGK_Q8, n_blocks, latent, bytes, 0, 127, SEED_K, c->stream);
+    at += latent;
+    if (e == cudaSuccess)
+        e = bgk_random_values(at, BGK_F16, n_blocks, rope, bytes, 0, SPREAD, SEED_ROPE, c->stream);
+    at += 2 * rope;
+    if (e == cudaSuccess)
+        e = bgk_random_values(at, BGK_F32, n_blocks, m->block_tokens, bytes, Q8_SCALE, 0, 0,
+                              c->stream);
+    return e;
+}
+
+/* With random weights a context may be taken as it lies: as different as keys and values of real
+ * ones, since equal scores are an indexer's worst case, and the same each time. */
+static bg_status random_context(bg_cuda *c, bg_error *err)
+{
+    const bgk_cache *m = &c->cache;
+    const int64_t n_blocks = (int64_t)c->n_layers * m->n_blocks,
+                  slots = n_blocks * m->n_kv_heads * m->block_tokens,
+                  index_slots = (int64_t)c->index.n_layers * m->n_blocks * m->block_tokens;
+    float *const scales[] = {m->k_scale, m->v_scale}; /* NULL but for q8 */
+    if (!c->config.dummy) return BG_OK;
+    cudaError_t e = c->mla.latent && m->type == BGK_Q8
+                        ? random_q8_latents(c, n_blocks)
+                        : random_run(c, m->k, m->type, slots * m->k_dim, SEED_K);
+    if (e == cudaSuccess && m->v) e = random_run(c, m->v, m->type, slots * m->v_dim, SEED_V);
+    for (int i = 0; i < 2 && e == cudaSuccess; i++)
+        if (scales[i])
+            e = bgk_random_values(scales[i], BGK_F32, 1, slots, 0, Q8_SCALE, 0, 0, c->stream);
+    if (e == cudaSuccess && index_slots)
+        e = random_run(c, c->index.keys, m->type == BGK_Q8 ? BGK_F16 : m->type,
+                       index_slots * c->index.dim, SEED_INDEX);
+    return bg_cuda_done(err, e, "random keys and values");
+}
+
 bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *err)
 {
     static const bgk_type types[] = {[BG_CACHE_F16] = BGK_F16,
@@ -38,6 +90,7 @@ bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *
         bg_status st = bg_cuda_latent_new(c, spec, err);
         if (!st) st = bg_steps_cache(&c->s, spec, err);
         if (!st) st = bg_cuda_step_new(c, err);
+        if (!st) st = random_context(c, err);
         c->has_cache = !st;
         return st;
     }
@@ -65,6 +118,7 @@ bg_status bg_cuda_cache_new(bg_backend *b, const bg_cache_spec *spec, bg_error *
     }
     if (!st) st = bg_steps_cache(&c->s, spec, err);
     if (!st) st = bg_cuda_step_new(c, err);
+    if (!st) st = random_context(c, err);
     c->has_cache = !st;
     return st;
 }

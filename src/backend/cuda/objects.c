@@ -46,7 +46,7 @@ bg_status bg_cuda_take(bg_cuda *c, void *p, size_t bytes, const char *what, bg_e
                        what, (double)bytes * 1e-9, c->device, (double)left * 1e-9,
                        (double)total * 1e-9);
     }
-    /* What is made up shall be numbers: a cache that no prompt has filled, too. */
+    /* What is made up shall be numbers, where nothing was written yet, too. */
     if (e == cudaSuccess && c->config.dummy) {
         e = cudaMemset(at, 0, bytes);
         if (e == cudaSuccess) e = cudaStreamSynchronize(cudaStreamLegacy); /* as bg_cuda_put() */

@@ -502,7 +502,7 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
 /* With out = qa w^T, for up to BGK_STORE_LINEAR rows in one launch, and a product of something else
  * beside it (NULL: none): the same bits. in, qa and out as there; qa is BGK_TILES. */
 enum { BGK_STORE_LINEAR = 4, BGK_BESIDE = 2 }; /* rows; with something beside */
-typedef struct bgk_beside { /* out = x w^T, as bgk_matmul() */
+typedef struct bgk_beside {                    /* out = x w^T, as bgk_matmul() */
     bgk_out out;
     const bgk_weights *w;
     const void *x;

@@ -260,6 +260,7 @@ __device__ void norm_weights(float4 (&weights)[EACH][2], const float *w, int me,
     }
 }
 
+#if __CUDA_ARCH__ >= 900
 /* Columns [col, col + 4), past L1: whoever wrote them may have had another processor. */
 __device__ float4 load4_l2(const float *p, int col, int cols)
 {
@@ -293,6 +294,7 @@ __device__ void put_norm(const cooperative_groups::cluster_group &cluster, float
                                   scaled(b[i], f, weights[i][1], col + 32, cols));
     }
 }
+#endif
 
 template <int MOST, int EACH>
 __global__ void __launch_bounds__(NORM_PART)

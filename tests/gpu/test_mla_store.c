@@ -212,6 +212,7 @@ static void check(const shape *s)
     const size_t groups = (size_t)(s->q_rank + 63) / 64;
     weights w = make_weights(s->w, n_parts(s->w), s->q_rank, s->splits, 31), o = {0};
     const bool two = s->beside_k > 0;
+    w.w.idle = s->rows % 2; /* with a rehearsal */
     if (two) o = make_weights(s->beside, n_parts(s->beside), s->beside_k, s->beside_splits, 40);
     float *in = random_f32((size_t)(ROWS * cols), 21, 3), freq[ROT / 2];
     float *q_norm = random_f32((size_t)s->q_rank, 22, 1), *kv_norm = random_f32(RANK, 23, 1);

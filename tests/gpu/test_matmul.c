@@ -337,13 +337,13 @@ static void check_blocks(const blocks *b)
     void *d_list = to_device(list, (size_t)n_tiles * sizeof *list),
          *d_scales = to_device(scales, (size_t)n_tiles * 64 * sizeof *scales);
     bgk_weights w = {.tiles = d_list,
-                           .row_scale = d_scales,
-                           .n_tiles = n_tiles,
-                           .n_chunks = (b->k + 63) / 64,
-                           .splits = b->splits,
-                           .formats = 1u << b->format,
-                           .n_out = (int)cols,
-                           .block_tiles = tiles};
+                     .row_scale = d_scales,
+                     .n_tiles = n_tiles,
+                     .n_chunks = (b->k + 63) / 64,
+                     .splits = b->splits,
+                     .formats = 1u << b->format,
+                     .n_out = (int)cols,
+                     .block_tiles = tiles};
     double *want = malloc(n * cols * sizeof *want), *scale = malloc(n * cols * sizeof *scale);
     for (size_t c = 0; c < cols; c++)
         for (size_t j = 0; j < n; j++) {

@@ -36,8 +36,9 @@ Test(tune_table, splits)
     static const struct {
         int64_t n_tiles, k;
         int splits;
-    } list[] = {{96, 4096, 2},  {64, 4096, 2},  {64, 14336, 2}, {448, 4096, 1}, {2004, 4096, 1},
-                {200, 1024, 2}, {201, 1024, 1}, {9, 576, 1},    {41, 6144, 2}};
+    } list[] = {{96, 4096, 2},   {64, 4096, 2},  {64, 14336, 2}, {448, 4096, 1},
+                {2004, 4096, 1}, {200, 1024, 2}, {201, 1024, 1}, {9, 576, 1},
+                {41, 6144, 4},   {44, 2048, 4},  {45, 2048, 2},  {32, 1984, 2}};
     for (size_t i = 0; i < sizeof list / sizeof *list; i++)
         cr_expect_eq(bg_cuda_splits(list[i].n_tiles, list[i].k), list[i].splits);
 }

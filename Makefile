@@ -140,11 +140,11 @@ gpu-test: gpu-tests
 	@for t in $(GPU_TESTS); do $$t || exit 1; done
 
 # The same (but test_comm, which forks) and test_golden as single processes, without Criterion, which is what
-# compute-sanitizer gets on with; and kernels with EVERY_LANE (matmul.cuh).
+# compute-sanitizer gets on with; and kernels with EVERY_LANE (matmul.cuh, launch.cuh).
 ONE_CU := $(patsubst $(BUILD)/%,$(BUILD)/one/%,$(CU_OBJS))
 $(BUILD)/one/kernels/%.o: kernels/%.cu $(wildcard kernels/*.h kernels/*.cuh)
 	@mkdir -p $(@D)
-	$(Q)if grep -q 'matmul.cuh' $<; then $(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -DEVERY_LANE \
+	$(Q)if grep -qE '(matmul|few)\.cuh' $<; then $(NVCC) -std=c++17 -O3 -lineinfo $(COMPRESS) $(GENCODE) -t 0 -Ikernels -DEVERY_LANE \
 	    -Xcompiler -fPIC,-fvisibility=hidden -c -o $@ $<; else $(MAKE) --no-print-directory $(BUILD)/kernels/$*.o && \
 	    cp $(BUILD)/kernels/$*.o $@; fi
 $(BUILD)/one/libbatchgen_cuda.so: $(ONE_CU) $(CUDA_OBJS)

@@ -157,8 +157,8 @@ typedef struct bgk_weights {
     int n_out;        /* columns of the result; for BGK_TILES without glu */
     int block_tiles;  /* not 0: so many tiles at a time have the same x_chunk0 */
     uint8_t shape[BGK_TOKEN_CLASSES]; /* 1 + bgk_shape for so many tokens; 0: by a rule */
-    bool idle; /* of few tokens, blocks mostly wait long for the kernel before: sums over ranks are
-                  among those, say */
+    bool idle; /* with few tokens blocks wait long for the kernel before, as on a rank of several,
+                  where some are sums over ranks: so they rehearse (launch.cuh) */
     /* bgk_moe_matmul(), instead of `tiles`: those of experts [0, n_first), one after another, in a
      * format, and those of the experts behind in another stack. */
     const void *stack[2];

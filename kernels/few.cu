@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(warps_of(PARTS) * 32,
 /* Of a warp whose tokens are so many bytes; 0: there is no room. */
 int ring_of(unsigned formats, int n_chunks, int parts, size_t token_bytes, int beside)
 {
-    return few_ring(formats, few_widest(formats), few_part_chunks(n_chunks, parts), warps_of(parts),
-                    token_bytes, beside);
+    return few_ring(formats, few_part_chunks(n_chunks, parts), warps_of(parts), token_bytes,
+                    beside);
 }
 
 template <unsigned FORMATS, int PARTS, bool IDLE>

@@ -168,29 +168,22 @@ template <typename W> __device__ void few_sum(float (&acc)[4], const W &w, const
     }
 }
 
-/* cp.async.bulk.prefetch: so many bytes, a multiple of 16, to L2; by one thread. Long runs are what
- * memory gives fastest, and a warp's copies are 512 bytes here and there. */
-__device__ __forceinline__ void few_prefetch(const char *p, int bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
 /* ---- a warp's part of a product ----
  * Its ring of chunks is brought and used up by quarters; where it has room for all of them, as a
- * whole, but not FEW_FLOW, where they are still on their way. FEW_WHOLE: there is room.
- */
-enum few_way { FEW_RING, FEW_FLOW, FEW_WHOLE };
+ * whole, but not FEW_FLOW, where they are still on their way. */
+enum few_way { FEW_RING, FEW_FLOW };
 constexpr int QUARTERS = 4;
 
 template <bgk_format F, few_way WAY> struct few_stream {
-    static constexpr int SLICE = chunk_bytes(F) / 4, SHARES = WAY == FEW_WHOLE ? 1 : QUARTERS;
+    static constexpr int SLICE = chunk_bytes(F) / 4;
 
     /* Bytes brought at a time, for n chunks. */
     static __device__ int share_of(int n, int weight_bytes)
     {
-        return SLICE * (WAY != FEW_FLOW && n * SLICE <= weight_bytes
-                            ? max(n, 1)
-                            : min((n + SHARES - 1) / SHARES, weight_bytes / (SHARES * SLICE)));
+        return SLICE *
+               (WAY != FEW_FLOW && n * SLICE <= weight_bytes
+                    ? max(n, 1)
+                    : min((n + QUARTERS - 1) / QUARTERS, weight_bytes / (QUARTERS * SLICE)));
     }
 
     /* As many of n chunks at w as there is room for. */
@@ -201,7 +194,7 @@ template <bgk_format F, few_way WAY> struct few_stream {
         bringer<F> from(w, slice, lane);
         int at = 0;
 #pragma unroll 1
-        for (int i = 0, stop = 0; i < SHARES; i++) {
+        for (int i = 0, stop = 0; i < QUARTERS; i++) {
             stop = min(stop + share, end);
 #pragma unroll 2
             for (; at < stop; at += SLICE)
@@ -219,12 +212,12 @@ template <bgk_format F, few_way WAY> struct few_stream {
         const int share = share_of(n, weight_bytes), end = real ? n * SLICE : 3 * SLICE;
         const int step = real ? SLICE : 0, group = real ? 128 << shift : 0;
         const uint32_t base = ptx_shared(weights);
-        int brought = min(SHARES * share, n * SLICE), ring = 0;
+        int brought = min(QUARTERS * share, n * SLICE), ring = 0;
         bringer<F> from(w + 4 * brought, slice, lane);
         uint32_t at = few_piece(tokens, shift, lane);
 #pragma unroll 1
         for (int done = 0; done < end;) {
-            if (real) ptx_copy_wait<SHARES - 1>();
+            if (real) ptx_copy_wait<QUARTERS - 1>();
             __syncwarp();
             uint32_t x = base + ring;
             int left = real ? min(share, end - done) / SLICE : 3;
@@ -255,7 +248,7 @@ template <bgk_format F, few_way WAY> struct few_stream {
             }
             ptx_copy_commit();
             done += share;
-            ring = ring + share == SHARES * share ? 0 : ring + share;
+            ring = ring + share == QUARTERS * share ? 0 : ring + share;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -263,14 +256,13 @@ template <bgk_format F, few_way WAY> struct few_stream {
     }
 };
 
-/* call() of the few_stream of a tile's format, one of FORMATS. */
-template <unsigned FORMATS, few_way WAY, typename C>
-__device__ __forceinline__ void few_as(int format, C call)
+/* call(integral_constant) of a tile's format, one of FORMATS. */
+template <unsigned FORMATS, typename C> __device__ __forceinline__ void few_as(int format, C call)
 {
     auto as = [&](auto f) {
         constexpr bgk_format F = decltype(f)::value;
         if constexpr ((FORMATS >> F & 1) != 0)
-            if (single(FORMATS) || format == F) call(few_stream<F, WAY>());
+            if (single(FORMATS) || format == F) call(f);
     };
     as(std::integral_constant<bgk_format, BGK_W4>());
     as(std::integral_constant<bgk_format, BGK_W6>());
@@ -284,8 +276,9 @@ template <unsigned FORMATS, few_way WAY>
 __device__ __forceinline__ void few_fill(int format, const char *w, int n, unsigned char *weights,
                                          int weight_bytes, int slice, int lane)
 {
-    few_as<FORMATS, WAY>(
-        format, [&](auto stream) { stream.fill(w, n, weights, weight_bytes, slice, lane); });
+    few_as<FORMATS>(format, [&](auto f) {
+        few_stream<decltype(f)::value, WAY>::fill(w, n, weights, weight_bytes, slice, lane);
+    });
 }
 
 /* acc += n chunks at w of a slice, of which few_fill() brought the first, times the groups at
@@ -295,8 +288,9 @@ __device__ __forceinline__ void
 few_product(int format, float (&acc)[4], const char *w, int n, bool real, unsigned char *weights,
             int weight_bytes, const unsigned char *tokens, int shift, int slice, int lane)
 {
-    few_as<FORMATS, WAY>(format, [&](auto stream) {
-        stream.sum(acc, w, n, real, weights, weight_bytes, tokens, shift, slice, lane);
+    few_as<FORMATS>(format, [&](auto f) {
+        few_stream<decltype(f)::value, WAY>::sum(acc, w, n, real, weights, weight_bytes, tokens,
+                                                 shift, slice, lane);
     });
 }
 
@@ -308,15 +302,14 @@ inline bgk_format few_widest(unsigned formats)
     return (bgk_format)f;
 }
 
-/* Bytes for a warp's ring: for n chunks of a format at a time, and at least one a share of all
- * formats, where blocks of `warps` warps, each with tokens of `token_bytes`, then fit `beside` each
- * other, or else fewer of them; 0: there is no room at all. */
-inline int few_ring(unsigned formats, bgk_format format, int n, int warps, size_t token_bytes,
-                    int beside, int shares = QUARTERS)
+/* Bytes for a warp's ring: for n chunks of the widest format, and at least one a quarter, where
+ * blocks of `warps` warps, each with tokens of `token_bytes`, then fit `beside` each other, or else
+ * fewer of them; 0: there is no room at all. */
+inline int few_ring(unsigned formats, int n, int warps, size_t token_bytes, int beside)
 {
-    const int least = shares * largest_chunk(formats) / 4;
-    const int all = shares * ((n + shares - 1) / shares) * (chunk_bytes(format) / 4);
-    const int wanted = ((all > least ? all : least) + 127) / 128 * 128;
+    const int least = largest_chunk(formats) / 4 * QUARTERS;
+    const int quarter = n > QUARTERS ? (n + QUARTERS - 1) / QUARTERS : 1;
+    const int wanted = (quarter * least + 127) / 128 * 128;
     for (; beside > 0; beside--) {
         const int64_t block = beside > 1 ? (FEW_SHARED + 8192) / beside : FEW_SHARED;
         const int64_t room = (block / warps - (int64_t)token_bytes) / 128 * 128;

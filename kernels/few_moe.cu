@@ -416,11 +416,6 @@ template <bgk_format F> struct pair_of_slices {
     }
 };
 
-template <bgk_format F> __device__ pair_of_slices<F> pair_of(few_stream<F, FEW_WHOLE>)
-{
-    return {};
-}
-
 /* v, as a number that the compiler thinks is another: what is made of it takes registers where it
  * is used, and not before. For the second kernel's later weights: their addresses, made beside
  * those of the first, would live through the products, and it would spill. */
@@ -462,8 +457,9 @@ __global__ void __launch_bounds__(FORMATS == ALL ? MOST_SLOTS * 32 : 576, 2) /* 
                   *weights = x + n * 128;
     auto fill = [&](int e, int slice, int lane, int done) {
         const char *w = tile_of(a, e, tile, format) + (int64_t)done * chunk_bytes(format);
-        few_as<FORMATS, FEW_WHOLE>(format, [&](auto stream) {
-            pair_of(stream).fill(w, min(room.chunks, n - done), weights, slice, lane);
+        few_as<FORMATS>(format, [&](auto f) {
+            pair_of_slices<decltype(f)::value>::fill(w, min(room.chunks, n - done), weights, slice,
+                                                     lane);
         });
     };
     fill(e, slice, lane, 0);
@@ -487,8 +483,9 @@ __global__ void __launch_bounds__(FORMATS == ALL ? MOST_SLOTS * 32 : 576, 2) /* 
         const int some = min(room.chunks, n - done);
         ptx_copy_wait<0>();
         __syncwarp();
-        few_as<FORMATS, FEW_WHOLE>(format, [&](auto stream) {
-            pair_of(stream).sum(acc, some, weights, few_piece(x + done * 128, 0, lane), lane);
+        few_as<FORMATS>(format, [&](auto f) {
+            pair_of_slices<decltype(f)::value>::sum(acc, some, weights,
+                                                    few_piece(x + done * 128, 0, lane), lane);
         });
         done += some;
         if (done >= n) break;
@@ -535,8 +532,8 @@ template <unsigned FORMATS, int PARTS, int EACH> cudaError_t launch_first(const 
               chunks = few_part_chunks(a.n_chunks, PARTS);
     /* A ring of a few chunks: the first are worked on while the others come. */
     const int beside = min(4, 1 + (blocks + sm_count() - 1) / sm_count());
-    const int weight_bytes = few_ring(FORMATS, few_widest(FORMATS), min(chunks, 2 * QUARTERS),
-                                      WARPS, chunks * 128, beside);
+    const int weight_bytes =
+        few_ring(FORMATS, min(chunks, 2 * QUARTERS), WARPS, chunks * 128, beside);
     static const cudaError_t ready = cudaFuncSetAttribute(
         few_gate_up<FORMATS, PARTS, EACH>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (ready != cudaSuccess) return ready;
@@ -603,9 +600,8 @@ bool bgk_moe_few_fits(const bgk_weights *gate_up, const bgk_weights *down, const
     const int chunks = few_part_chunks(gate_up->n_chunks, gate_up->splits);
     return m->tokens <= BGK_MOE_FEW && m->n_used + m->n_shared <= MOST_SLOTS && gate_up->n_ff > 0 &&
            !gate_up->block_tiles && !down->block_tiles &&
-           few_ring(gate_up->formats, few_widest(gate_up->formats), chunks, WARPS, chunks * 128,
-                    1) &&
-           down->splits == 1 && second_room_of(down, m).chunks;
+           few_ring(gate_up->formats, chunks, WARPS, chunks * 128, 1) && down->splits == 1 &&
+           second_room_of(down, m).chunks;
 }
 
 cudaError_t bgk_moe_few(float *out, int64_t out_cols, const bgk_weights *gate_up,

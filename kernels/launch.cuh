@@ -2,7 +2,8 @@
  *
  * A kernel launched by launch_after() may start while the one before it on the stream still runs;
  * so every such kernel calls ptx_wait_prior() before it reads or writes anything that an earlier
- * kernel writes or reads (before that: only its own shared memory, and constants such as weights).
+ * kernel writes or reads (before that: only its own shared memory, and constants such as weights;
+ * what a rehearsal reads, see below, counts for nothing and must not stay in L1).
  * Its end implies the end of all before it. On devices before Hopper it is an ordinary launch. */
 #ifndef BGK_LAUNCH_CUH
 #define BGK_LAUNCH_CUH

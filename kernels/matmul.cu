@@ -12,9 +12,9 @@
  * by itself; up to 227 KB of dynamic shared memory; programmatic: weights are on their way before
  * the kernel before has ended. Graph-capturable.
  *
- * Order: K in `splits` parts, each one chain in steps of 16, then the parts in order: warpgroups of
- * a block take a part each, or (many tokens) one takes them in turn. The number of tokens, N and
- * WGS change no bit.
+ * Order: K in `splits` parts, each one chain in steps of 16, then the parts in order. Warpgroups of
+ * a block, or blocks of a cluster, share the parts out among them; or (many tokens) one takes all
+ * in turn. The number of tokens, N, WGS and clusters change no bit.
  *
  * Traffic: weights once per token tile, tokens once per row tile.
  *
@@ -100,11 +100,10 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
         return bgk_few(out, w, x, x_stride, tokens, fn, stream);
     shape = within(shape == BGK_8W ? BGK_8X1 : shape, w->block_tiles);
     const args a = args_of(out, w, x, x_stride, tokens, fn);
-    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(
-        w->formats, [&](auto f) { /* Q4_K with Q6_K */
-                                  return launch_shape<decltype(f)::value>(a, w_bytes, shape,
-                                                                          stream);
-        });
+    /* Q4_K comes with Q6_K. */
+    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(w->formats, [&](auto f) {
+        return launch_shape<decltype(f)::value>(a, w_bytes, shape, stream);
+    });
 }
 
 static int rounds(int blocks, int at_a_time)

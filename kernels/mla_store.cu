@@ -359,6 +359,12 @@ __device__ __forceinline__ bool gather(float (&acc)[4], float (*sums)[4][32], in
     return true;
 }
 
+/* cp.async.bulk.prefetch: so many bytes, a multiple of 16, to L2; by one thread. */
+__device__ __forceinline__ void prefetch(const char *p, int bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
 struct ring_of_warps {
     int bytes;       /* a warp's weights */
     int token_bytes; /* a warp's own tokens; the normed ones are all warps' */
@@ -410,7 +416,7 @@ __global__ void __launch_bounds__(BLOCK, FORMATS == ALL ? 2 : 3)
     }
     few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, ring.bytes, slice, lane);
     if (lane == 0 && chunks * each / 4 > ring.bytes)
-        few_prefetch(w + slice * chunks * (each / 4), chunks * (each / 4));
+        prefetch(w + slice * chunks * (each / 4), chunks * (each / 4));
     const rows to = rows_of<false>(m, tile_number, tile_number, 0, t);
     float acc[4] = {};
 #pragma unroll 1
@@ -479,7 +485,7 @@ ring_of_warps ring_of(const bgk_weights *w, int shift, bool own)
     const int n = few_part_chunks(w->n_chunks, w->splits);
     const int tokens = own ? n * 128 << shift : (w->n_chunks * 128 << shift) / WARPS;
     const int most = (int)(HALF / WARPS - tokens) / 128 * 128;
-    const int ring = few_ring(w->formats, few_widest(w->formats), n, WARPS, tokens, 1);
+    const int ring = few_ring(w->formats, n, WARPS, tokens, 1);
     const bool small = most >= QUARTERS * largest_chunk(w->formats) / 4;
     return {small ? min(ring, most) : ring, tokens};
 }

@@ -222,6 +222,10 @@ Test(matmul, many_places)
     check(&(problem){BGK_W4, 1024, 512, 300, 1, false, false});
     check(&(problem){BGK_W6, 2048, 256, 600, 1, false, false});
     check(&(problem){BGK_W4, 512, 1024, 700, 1, true, false});
+    /* Too many tiles for a cluster with a block for each part: two blocks, or none. */
+    check(&(problem){BGK_W8, 3000, 1024, 30, 4, false, false});
+    check(&(problem){BGK_W4, 5800, 512, 30, 4, false, false});
+    check(&(problem){BGK_W4, 5800, 512, 30, 2, false, false});
 }
 
 /* Parts of several formats in one linear. */

@@ -179,10 +179,18 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
+/* The same beside the last kernel launched, which must let others start no sooner than x is there;
+ * what comes after it comes after both, and when it starts the results are there.
+ * cudaErrorNotSupported: not of so many tokens. */
+cudaError_t bgk_matmul_early(const bgk_out *out, const bgk_weights *w, const void *x,
+                             int64_t x_stride, int tokens, bgk_act fn, cudaStream_t stream);
+
 /* ---- few.cu: bgk_matmul()'s BGK_8W; it has checked what that says ---- */
 bool bgk_few_fits(const bgk_weights *w, int tokens);
 cudaError_t bgk_few(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                     int tokens, bgk_act fn, cudaStream_t stream);
+cudaError_t bgk_few_early(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                          int tokens, bgk_act fn, cudaStream_t stream);
 
 /* ---- moe.cu, experts.cu: mixture of experts
  * ------------------------------------------------------
@@ -499,22 +507,19 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
                           const float *q_norm, const float *kv_norm, float eps,
                           const bgk_rotation *rope, cudaStream_t stream);
 
-/* With out = qa w^T, for up to BGK_STORE_LINEAR rows in one launch, and a product of something else
- * beside it (NULL: none): the same bits. in, qa and out as there; qa is BGK_TILES. */
-enum { BGK_STORE_LINEAR = 4, BGK_BESIDE = 2 }; /* rows; with something beside */
-typedef struct bgk_beside {                    /* out = x w^T, as bgk_matmul() */
+/* With up to BGK_STORE_PRODUCTS products out = qa w^T, as bgk_matmul(), for up to BGK_STORE_LINEAR
+ * rows in one launch: the same bits. in and qa as there; qa is BGK_TILES. */
+enum { BGK_STORE_LINEAR = 4, BGK_STORE_PRODUCTS = 2 };
+typedef struct bgk_product {
     bgk_out out;
     const bgk_weights *w;
-    const void *x;
-    int64_t x_stride;
-} bgk_beside;
+} bgk_product;
 bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows);
-bool bgk_mla_beside_fits(const bgk_weights *w, int rows);
-cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
+cudaError_t bgk_mla_store_linear(const bgk_product *products, int n, const bgk_out *qa,
                                  const float *in, int64_t in_cols, const bgk_cache *cache,
                                  const bgk_rows *r, int layer, int q_rank, const float *q_norm,
                                  const float *kv_norm, float eps, const bgk_rotation *rope,
-                                 const bgk_beside *beside, cudaStream_t stream);
+                                 cudaStream_t stream);
 
 typedef struct bgk_mla {
     bgk_out q_lat; /* [rows, n_heads * v_dim] */
@@ -524,6 +529,7 @@ typedef struct bgk_mla {
     bgk_rotation rope;
     bgk_cache cache;
     int max_keys; /* no row sees more; 0: unknown */
+    bool early;   /* q_lat is there when the kernel starts, by bgk_matmul_early(), and q */
 } bgk_mla;
 typedef struct bgk_selected { /* by bgk_index_select(); list NULL: all keys */
     const int32_t *list;      /* [rows, top_k] positions, ascending */
@@ -582,13 +588,20 @@ cudaError_t bgk_index_scores(float *scores, int64_t stride, const bgk_index *a, 
 cudaError_t bgk_index_select(int32_t *list, int32_t *count, const float *scores, int64_t stride,
                              const bgk_rows *r, int row0, int n, int top_k, cudaStream_t stream);
 /* All three for rows [row0, row0 + n), each the only one of its sequence in the step: the same
- * bits. scores: as above, left as it is by rows that do without. cudaErrorNotSupported where it is
- * not there: before compute capability 9.0, where scores are not on tensor cores, iq not BGK_ROWS.
- */
+ * bits. scores: as above, left as it is by rows that do without. words: for a few rows of few keys,
+ * BGK_INDEX_FEW x BGK_INDEX_FEW_KEYS of them, 0 before the first use; NULL: it does without.
+ * cudaErrorNotSupported where it is not there: before compute capability 9.0, where scores are not
+ * on tensor cores, iq not BGK_ROWS. The next kernel may start when those before are done. */
+enum { BGK_INDEX_FEW = 8, BGK_INDEX_FEW_KEYS = 8192 };
 cudaError_t bgk_index_rows(int32_t *list, int32_t *count, float *scores, int64_t stride,
-                           const bgk_index *a, const bgk_out *iq, const float *ik, int64_t ik_cols,
-                           const bgk_rows *r, int row0, int n, int top_k, int max_ctx, int n_sms,
-                           cudaStream_t stream);
+                           uint32_t *words, const bgk_index *a, const bgk_out *iq, const float *ik,
+                           int64_t ik_cols, const bgk_rows *r, int row0, int n, int top_k,
+                           int max_ctx, int n_sms, cudaStream_t stream);
+/* index_few.cu: bgk_index_rows() of few rows; it has checked the rest. */
+bool bgk_index_few_fits(int n, int max_ctx, int n_sms);
+cudaError_t bgk_index_few(int32_t *list, int32_t *count, uint32_t *words, const bgk_index *a,
+                          const bgk_out *iq, const float *ik, int64_t ik_cols, const bgk_rows *r,
+                          int row0, int n, int top_k, int max_ctx, cudaStream_t stream);
 
 /* ---- sample.cu -------------------------------------------------------------------------------
  * A slot's bg_sampling (backend/ops.h), on the device. */

@@ -39,6 +39,23 @@ __device__ inline uint32_t cluster_map(uint32_t at, uint32_t rank)
     return there;
 }
 
+/* st.async: to a block of the cluster, whose barrier `bar` counts the bytes. */
+__device__ inline void cluster_send(uint32_t there, float4 v, uint32_t bar)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
+                 : "memory");
+}
+
+__device__ inline void cluster_send(uint32_t there, float2 v, uint32_t bar)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+                 "[%0], {%1, %2}, [%3];" ::"r"(there),
+                 "f"(v.x), "f"(v.y), "r"(bar)
+                 : "memory");
+}
+
 __device__ inline void cluster_put(uint32_t there, float v)
 {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");

@@ -5,7 +5,10 @@
  * Requires: bgk.h; room for the tokens of a part of K (bgk_few_fits()); sm_90a (where the bits of
  * mma.sync are those of wgmma).
  *
- * Launch: blocks of two or four warps; programmatic; graph-capturable.
+ * Launch: blocks of two or four warps; programmatic; graph-capturable. Early (bgk_few_early()): its
+ * tokens are there when it starts, so it is at work beside the kernel before, for which one thread
+ * waits at its end, so that the end is that of all before. It lets the next start when its results
+ * are there.
  *
  * Order: as matmul.cu, bit for bit.
  *
@@ -21,9 +24,11 @@ __host__ __device__ constexpr int warps_of(int parts)
 }
 
 /* IDLE: with a rehearsal. */
-template <unsigned FORMATS, int PARTS, bool IDLE>
+enum start { ORDINARY, IDLE, EARLY };
+
+template <unsigned FORMATS, int PARTS, start START>
 __global__ void __launch_bounds__(warps_of(PARTS) * 32,
-                                  IDLE ? (single(FORMATS) ? 20 : 12) / warps_of(PARTS) : 1)
+                                  START == IDLE ? (single(FORMATS) ? 20 : 12) / warps_of(PARTS) : 1)
     few(const __grid_constant__ args a, int shift, int weight_bytes)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -35,7 +40,7 @@ __global__ void __launch_bounds__(warps_of(PARTS) * 32,
     const int number = unit / PARTS / 4, t = 32 * slice + lane;
     const bgk_wtile tile = a.tiles[number];
     const int begin = part_begin(a, part), n = part_begin(a, part + 1) - begin;
-    ptx_let_next_start();
+    if (START != EARLY) ptx_let_next_start();
     const rows to = rows_of<false>(a, number, number, 0, t);
     const int token_bytes = few_part_chunks(a.n_chunks, PARTS) * 128 << shift;
     unsigned char *tokens = dynamic + warp * (token_bytes + weight_bytes),
@@ -44,14 +49,19 @@ __global__ void __launch_bounds__(warps_of(PARTS) * 32,
     float acc[4] = {};
     few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, weight_bytes, slice, lane);
 #pragma unroll 1
-    for (int round = IDLE ? launch_first_round() : 1; round < 2; round++) {
-        if (round) ptx_wait_prior();
+    for (int round = START == IDLE ? launch_first_round() : 1; round < 2; round++) {
+        if (round && START != EARLY) ptx_wait_prior();
         few_tokens(tokens, a.x, a.x_stride, tile.x_chunk0 + begin, n, shift, lane);
         few_product<FORMATS, FEW_RING>(tile.format, acc, w, n, round, weights, weight_bytes, tokens,
                                        shift, slice, lane);
         if (few_gather<PARTS, SLICES>(acc, sums, part, warp / PARTS, lane))
             write<8>(acc, a, to, number, 0, round ? a.tokens : 0, t);
     }
+    if (START != EARLY) return;
+    __threadfence();
+    __syncthreads();
+    ptx_let_next_start();
+    if (blockIdx.x == 0 && threadIdx.x == 0) ptx_wait_prior();
 #endif
 }
 
@@ -62,37 +72,43 @@ int ring_of(unsigned formats, int n_chunks, int parts, size_t token_bytes, int b
                     beside);
 }
 
-template <unsigned FORMATS, int PARTS, bool IDLE>
+template <unsigned FORMATS, int PARTS, start START>
 cudaError_t launch_few(const args &a, int shift, size_t bytes, cudaStream_t stream)
 {
     constexpr int WARPS = warps_of(PARTS);
     static const cudaError_t ready = cudaFuncSetAttribute(
-        few<FORMATS, PARTS, IDLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
+        few<FORMATS, PARTS, START>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (ready != cudaSuccess) return ready;
     const int blocks = a.n_tiles * 4 * PARTS / WARPS;
     const int ring =
         ring_of(FORMATS, a.n_chunks, PARTS, bytes, max(2, (blocks + sm_count() - 1) / sm_count()));
-    return launch_after(few<FORMATS, PARTS, IDLE>, dim3(blocks), dim3(WARPS * 32),
+    return launch_after(few<FORMATS, PARTS, START>, dim3(blocks), dim3(WARPS * 32),
                         WARPS * (bytes + ring), stream, a, shift, ring);
 }
 
 template <unsigned FORMATS, int PARTS>
-cudaError_t launch_few(const args &a, int shift, size_t bytes, cudaStream_t stream)
+cudaError_t launch_few(const args &a, start how, int shift, size_t bytes, cudaStream_t stream)
 {
-    return a.idle ? launch_few<FORMATS, PARTS, true>(a, shift, bytes, stream)
-                  : launch_few<FORMATS, PARTS, false>(a, shift, bytes, stream);
+    switch (how) {
+    case ORDINARY:
+        return launch_few<FORMATS, PARTS, ORDINARY>(a, shift, bytes, stream);
+    case IDLE:
+        return launch_few<FORMATS, PARTS, IDLE>(a, shift, bytes, stream);
+    default:
+        return launch_few<FORMATS, PARTS, EARLY>(a, shift, bytes, stream);
+    }
 }
 
 template <unsigned FORMATS>
-cudaError_t launch_few(const args &a, int shift, size_t bytes, cudaStream_t stream)
+cudaError_t launch_few(const args &a, start how, int shift, size_t bytes, cudaStream_t stream)
 {
     switch (a.splits) {
     case 1:
-        return launch_few<FORMATS, 1>(a, shift, bytes, stream);
+        return launch_few<FORMATS, 1>(a, how, shift, bytes, stream);
     case 2:
-        return launch_few<FORMATS, 2>(a, shift, bytes, stream);
+        return launch_few<FORMATS, 2>(a, how, shift, bytes, stream);
     default:
-        return launch_few<FORMATS, 4>(a, shift, bytes, stream);
+        return launch_few<FORMATS, 4>(a, how, shift, bytes, stream);
     }
 }
 
@@ -107,6 +123,18 @@ size_t token_bytes(const bgk_weights *w, int tokens)
     return ((size_t)few_part_chunks(w->n_chunks, w->splits) * 128) << shift_of(tokens);
 }
 
+cudaError_t launch_any(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                       int tokens, bgk_act fn, start how, cudaStream_t stream)
+{
+    if (!bgk_few_fits(w, tokens)) return cudaErrorInvalidValue;
+    const args a = args_of(out, w, x, x_stride, tokens, fn);
+    const int shift = shift_of(tokens);
+    const size_t bytes = token_bytes(w, tokens);
+    return by_formats<W4, W5, W6, W8, W16, W4 | W6, W8 | W16>(w->formats, [&](auto f) {
+        return launch_few<decltype(f)::value>(a, how, shift, bytes, stream);
+    });
+}
+
 } // namespace
 
 bool bgk_few_fits(const bgk_weights *w, int tokens)
@@ -117,11 +145,11 @@ bool bgk_few_fits(const bgk_weights *w, int tokens)
 cudaError_t bgk_few(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                     int tokens, bgk_act fn, cudaStream_t stream)
 {
-    if (!bgk_few_fits(w, tokens)) return cudaErrorInvalidValue;
-    const args a = args_of(out, w, x, x_stride, tokens, fn);
-    const int shift = shift_of(tokens);
-    const size_t bytes = token_bytes(w, tokens);
-    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(w->formats, [&](auto f) {
-        return launch_few<decltype(f)::value>(a, shift, bytes, stream);
-    });
+    return launch_any(out, w, x, x_stride, tokens, fn, w->idle ? IDLE : ORDINARY, stream);
+}
+
+cudaError_t bgk_few_early(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                          int tokens, bgk_act fn, cudaStream_t stream)
+{
+    return launch_any(out, w, x, x_stride, tokens, fn, EARLY, stream);
 }

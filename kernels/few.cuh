@@ -87,18 +87,19 @@ template <bgk_format F> struct bringer {
         rest = w + (F == BGK_W8 ? 4096 : 2048) + REST * slice + 16 * lane;
         has_rest = 16 * lane < REST;
     }
-    __device__ void bring(unsigned char *to, int lane)
+    __device__ void bring(unsigned char *weights, int lane)
     {
-        to += 16 * lane;
-        ptx_copy16(to, wide);
-        if (F == BGK_W8) ptx_copy16(to + 512, wide + 2048);
-        if (has_rest) ptx_copy16(to + (F == BGK_W8 ? 1024 : 512), rest);
+        const uint32_t to =
+            (ptx_shared(weights) + 16 * lane) * blockDim.y; /* y: ptx_copy16_once() */
+        ptx_copy16_once(to, wide);
+        if (F == BGK_W8) ptx_copy16_once(to + 512, wide + 2048);
+        if (has_rest) ptx_copy16_once(to + (F == BGK_W8 ? 1024 : 512), rest);
         /* The bits above four: 128 and 256 bytes of a slice, behind all scales. */
-        if (F == BGK_W5 && has_rest) ptx_copy16(to + 640, rest + 512);
-        if (F == BGK_W6 && lane < 16) ptx_copy16(to + 640, wide + 2560 - 256 * slice);
+        if (F == BGK_W5 && has_rest) ptx_copy16_once(to + 640, rest + 512);
+        if (F == BGK_W6 && lane < 16) ptx_copy16_once(to + 640, wide + 2560 - 256 * slice);
         if (F == BGK_W16) {
-            ptx_copy16(to + 1024, wide + 4096);
-            ptx_copy16(to + 1536, wide + 6144);
+            ptx_copy16_once(to + 1024, wide + 4096);
+            ptx_copy16_once(to + 1536, wide + 6144);
         }
         wide += chunk_bytes(F);
         rest += chunk_bytes(F);

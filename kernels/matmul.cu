@@ -81,17 +81,22 @@ static bgk_shape within(bgk_shape shape, int block_tiles)
     return block_tiles % 2 ? one[shape] : two[shape];
 }
 
+static bool bad_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                       int tokens)
+{
+    return tokens < 0 || w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
+           (w->splits != 1 && w->splits != 2 && w->splits != 4) || x_stride % BGK_TILE_ROWS ||
+           tokens > x_stride || (uintptr_t)x % 128 || !w->formats || w->formats >> BGK_FORMATS ||
+           (w->n_ff && (out->layout != BGK_TILES || w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
+           (out->layout == BGK_TILES &&
+            (out->stride % BGK_TILE_ROWS || tokens > out->stride || (!w->n_ff && w->n_out < 1))) ||
+           w->block_tiles < 0 || (w->block_tiles && w->n_tiles % w->block_tiles);
+}
+
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream)
 {
-    if (tokens < 0 || w->n_tiles < 1 || w->n_chunks < 1 || !w->row_scale || !w->tiles ||
-        (w->splits != 1 && w->splits != 2 && w->splits != 4) || x_stride % BGK_TILE_ROWS ||
-        tokens > x_stride || (uintptr_t)x % 128 || !w->formats || w->formats >> BGK_FORMATS ||
-        (w->n_ff && (out->layout != BGK_TILES || w->n_tiles % 2 || w->n_ff > w->n_tiles * 32)) ||
-        (out->layout == BGK_TILES &&
-         (out->stride % BGK_TILE_ROWS || tokens > out->stride || (!w->n_ff && w->n_out < 1))) ||
-        w->block_tiles < 0 || (w->block_tiles && w->n_tiles % w->block_tiles) ||
-        (unsigned)shape >= BGK_SHAPES)
+    if (bad_matmul(out, w, x, x_stride, tokens) || (unsigned)shape >= BGK_SHAPES)
         return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!tokens) return cudaSuccess;
@@ -101,7 +106,7 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     shape = within(shape == BGK_8W ? BGK_8X1 : shape, w->block_tiles);
     const args a = args_of(out, w, x, x_stride, tokens, fn);
     /* Q4_K comes with Q6_K. */
-    return by_formats<W4, W5, W6, W8, W16, W4 | W6>(w->formats, [&](auto f) {
+    return by_formats<W4, W5, W6, W8, W16, W4 | W6, W8 | W16>(w->formats, [&](auto f) {
         return launch_shape<decltype(f)::value>(a, w_bytes, shape, stream);
     });
 }
@@ -118,8 +123,9 @@ static int rounds(int blocks, int at_a_time)
 static bool by_warps(const bgk_weights *w, int tokens)
 {
     const int64_t rows = tokens <= 1 ? 1 : tokens <= 2 ? 2 : tokens <= 4 ? 4 : 8;
+    const bool mixed = w->formats & (w->formats - 1);
     return tokens <= 8 &&
-           rows * w->n_tiles * w->n_chunks * 512 <= (tokens == 1 ? 8000000 : 4000000);
+           rows * w->n_tiles * w->n_chunks * 512 <= (tokens == 1 || mixed ? 8000000 : 4000000);
 }
 
 /* The fewest tokens that hold all; beyond 64 what takes less: blocks of 64 tokens and rows, two a
@@ -154,4 +160,13 @@ cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, 
                        int tokens, bgk_act fn, cudaStream_t stream)
 {
     return bgk_matmul_as(out, w, x, x_stride, tokens, fn, bgk_matmul_shape(w, tokens), stream);
+}
+
+cudaError_t bgk_matmul_early(const bgk_out *out, const bgk_weights *w, const void *x,
+                             int64_t x_stride, int tokens, bgk_act fn, cudaStream_t stream)
+{
+    if (bad_matmul(out, w, x, x_stride, tokens)) return cudaErrorInvalidValue;
+    if (!on_hopper() || !bgk_few_fits(w, tokens) || bgk_matmul_shape(w, tokens) != BGK_8W)
+        return cudaErrorNotSupported;
+    return tokens ? bgk_few_early(out, w, x, x_stride, tokens, fn, stream) : cudaSuccess;
 }

@@ -26,6 +26,8 @@
  *             need none of them to end, and no kernel that comes later starts before they have
  *   next      of few rows the next kernels, whose weights are larger than all keys, start when the
  *             queries are there: before that what they fetch is in the way of the kernels before
+ *   lists     few rows with lists wait for the indexer, while memory is idle: they have all keys
+ *             brought to L2, before it is known which are listed. Their Q may be there (early)
  *   cluster   a single row of few keys and heads: the 16 blocks of a cluster share the units out,
  *             and each has in its shared memory what it merges: half a row's columns, of all units,
  *             which the blocks send as they have them (send_unit())
@@ -109,6 +111,30 @@ __device__ inline void bring_units(const mla_args &a, const mla_work &x, uint32_
             block += KEYS >> (__ffs(min(c.block_tokens, KEYS)) - 1);
         }
     }
+}
+
+/* The row's table, to L1: who has the positions of listed keys needs it next. */
+template <int WARPS> __device__ inline void fetch_table(const mla_args &a, const mla_work &x)
+{
+    const int32_t *table = a.rows.blocks + x.item.block0;
+    const int blocks = (int)divide((uint32_t)x.item.pos0, (uint32_t)a.a.cache.block_tokens) + 1;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x - WORKERS; i < blocks; i += 32 * WARPS) {
+        int v;
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(table + i));
+    }
+}
+
+/* A share of the keys of the work's row to L2; by one thread. They are earlier steps', but the
+ * last. */
+__device__ inline void prefetch_keys(const mla_args &a, const mla_work &x)
+{
+    const bgk_cache &c = a.a.cache;
+    const int32_t *table = a.rows.blocks + x.item.block0;
+    const int blocks = (int)divide((uint32_t)x.item.pos0, (uint32_t)c.block_tokens) + 1;
+#pragma unroll 1
+    for (int i = x.split; i < blocks; i += a.splits)
+        ptx_prefetch(mla_block(c, a.a.layer, table[i], a.block_bytes), a.block_bytes);
 }
 
 /* A warpgroup's half of S to where softmax() reads it. */
@@ -588,8 +614,23 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
         mla_work x = work_of<SPREAD>(a, w, number, item, N);
         q_source<N> q;
         if (!brings) find_q<N>(q, a, x, thread);
+        if (LISTS && SPREAD && brings && x.item.pos0 >= a.s.top_k) {
+            fetch_table<WARPS>(a, x);
+            if (a.prefetches && thread == WORKERS && !x.pair0) prefetch_keys(a, x);
+        }
         const int32_t *list = LISTS ? a.s.list + (int64_t)item.row0 * a.s.top_k : nullptr;
         int first = 0, guess; /* the list is asked for before it is known to be so long */
+        int now = listed;
+        if constexpr (LISTS && SPREAD) {
+            if (!a.a.early) {
+                ptx_wait_prior();
+                ptx_let_next_start();
+                now = listed_of(a, item);
+                waited = true;
+            }
+            if (!brings)
+                load_q<typename mla_shape<T, N>::V, N>(base + mla_shape<T, N>::Q, a, q, thread);
+        }
 #pragma unroll 1
         do {
             guess = listed;
@@ -598,11 +639,11 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
                 if (!waited) {
                     ptx_wait_prior();
                     if (SPREAD) ptx_let_next_start();
-                    listed = listed_of(a, item);
+                    now = listed_of(a, item);
                     waited = true;
                 }
                 if (brings) first = listed_position<WARPS>(x, list, x.begin);
-                listed = uniform(listed);
+                listed = uniform(now);
             }
         } while (LISTS && listed != guess);
         const bool any = x.begin < x.end;
@@ -627,7 +668,8 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
             }
             waited = true;
             if (any) {
-                load_q<typename mla_shape<T, N>::V, N>(base + mla_shape<T, N>::Q, a, q, thread);
+                if constexpr (!(LISTS && SPREAD))
+                    load_q<typename mla_shape<T, N>::V, N>(base + mla_shape<T, N>::Q, a, q, thread);
                 fence_async();
                 workers_meet();
                 attend_work<T, N, LISTS, SPREAD>(a, x, base, wg, n);
@@ -812,6 +854,8 @@ template <typename T> bool takes_cluster(const mla_args &a, int n)
            a.a.max_keys <= CLUSTER_UNITS * KEYS && cluster_fits<T>();
 }
 
+constexpr int PREFETCHED = 24 << 20; /* bytes: half of L2 */
+
 template <typename T, int N, bool LISTS>
 cudaError_t launch(mla_args a, int n, int pairs, size_t parts_bytes, int n_sms, cudaStream_t stream)
 {
@@ -824,6 +868,8 @@ cudaError_t launch(mla_args a, int n, int pairs, size_t parts_bytes, int n_sms, 
     a.parts_ml = a.parts + (size_t)a.parts_cap * heads * MLA_LATENT;
     a.room = a.parts_cap / n;
     a.works = n * a.row_tiles * a.splits;
+    a.prefetches = a.a.max_keys > 0 && (int64_t)n * a.a.max_keys * a.block_bytes <=
+                                           (int64_t)PREFETCHED * a.a.cache.block_tokens;
     a.by_heads = 0x80000000u / (uint32_t)a.a.n_heads + 1;
     if constexpr (N == 8 && !LISTS)
         if (takes_cluster<T>(a, n))

@@ -274,7 +274,7 @@ template <typename T> __global__ void __launch_bounds__(CHAINS) store_latents(st
     store_row<T, CHAINS>(a, blockIdx.x, false, x, sums);
 }
 
-/* ---- with the product of the normed queries, and one beside it (few.cuh) ---- */
+/* ---- with products of the normed queries (few.cuh) ---- */
 
 constexpr int BLOCK = 128, WARPS = BLOCK / 32; /* 1, 2 or 4 parts of K are warps of a block */
 constexpr int NORM4 = 4, MOST_RANK = 4 * NORM4 * BLOCK; /* a thread has so many times four values */
@@ -359,45 +359,34 @@ __device__ __forceinline__ bool gather(float (&acc)[4], float (*sums)[4][32], in
     return true;
 }
 
-/* cp.async.bulk.prefetch: so many bytes, a multiple of 16, to L2; by one thread. */
-__device__ __forceinline__ void prefetch(const char *p, int bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
-struct ring_of_warps {
-    int bytes;       /* a warp's weights */
-    int token_bytes; /* a warp's own tokens; the normed ones are all warps' */
-};
-
-/* Blocks of 4 warps: the first n_beside ones slices of the product beside, of tokens from global
- * memory; then one a row, as store_latents; the others slices of the product of the normed queries.
- * Parts of K are neighbouring warps. */
+/* Blocks of 4 warps: one a row, as store_latents; then slices of the first product, n_first blocks,
+ * and of the second. Parts of K are neighbouring warps. rings: bytes of a warp's weights. */
 template <unsigned FORMATS>
-__global__ void __launch_bounds__(BLOCK, FORMATS == ALL ? 2 : 3)
-    store_and_multiply(const __grid_constant__ store_args a, const __grid_constant__ args queries,
-                       const __grid_constant__ args other, int n_beside, int shift,
-                       ring_of_warps queries_ring, ring_of_warps other_ring)
+__global__ void __launch_bounds__(BLOCK, single(FORMATS) ? 3 : 2)
+    store_and_multiply(const __grid_constant__ store_args a, const __grid_constant__ args first,
+                       const __grid_constant__ args second, int n_first, int shift, int2 rings)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ __align__(16) float norms[3][CHAIN_WARPS];
     __shared__ float sums[WARPS - 1][4][32];
-    const bool beside = (int)blockIdx.x < n_beside;
-    const int number = beside ? blockIdx.x : (int)blockIdx.x - n_beside - a.rows.rows;
+    const int block = (int)blockIdx.x - a.rows.rows;
+    /* Of two products there are so many blocks that some start late. */
+    const bool idle = first.idle && !second.n_tiles;
     ptx_let_next_start();
-    if (number < 0) {
-        const int row = blockIdx.x - n_beside;
+    if (block < 0) {
+        const int row = blockIdx.x;
         if (a.cache.type == BGK_F16)
-            store_row<__half, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
+            store_row<__half, BLOCK>(a, row, idle, (float *)dynamic, norms);
         else if (a.cache.type == BGK_BF16)
-            store_row<__nv_bfloat16, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
+            store_row<__nv_bfloat16, BLOCK>(a, row, idle, (float *)dynamic, norms);
         else
-            store_row<int8_t, BLOCK>(a, row, queries.idle, (float *)dynamic, norms);
+            store_row<int8_t, BLOCK>(a, row, idle, (float *)dynamic, norms);
         return;
     }
-    const args m = beside ? other : queries;
-    const ring_of_warps ring = beside ? other_ring : queries_ring;
+    const bool is_first = block < n_first;
+    const int number = is_first ? block : block - n_first, ring = is_first ? rings.x : rings.y;
+    const args m = is_first ? first : second;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int unit = (number * WARPS + warp) / m.splits, part = warp % m.splits;
     const int slice = unit % 4, tile_number = unit / 4, t = 32 * slice + lane;
@@ -406,28 +395,19 @@ __global__ void __launch_bounds__(BLOCK, FORMATS == ALL ? 2 : 3)
     const int n = 16 * slice < tile.n_rows ? chunks : 0; /* not where only filling rows are */
     const int each = chunk_bytes(tile.format);
     const char *w = (const char *)tile.w + (int64_t)begin * each;
-    unsigned char *tokens = dynamic, *weights = dynamic + (m.n_chunks * 128 << shift);
-    if (beside) {
-        tokens += warp * (ring.token_bytes + ring.bytes);
-        weights = tokens + ring.token_bytes;
-    } else {
-        tokens += begin * 128 << shift;
-        weights += warp * ring.bytes;
-    }
-    few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, ring.bytes, slice, lane);
-    if (lane == 0 && chunks * each / 4 > ring.bytes)
-        prefetch(w + slice * chunks * (each / 4), chunks * (each / 4));
+    unsigned char *tokens = dynamic + (begin * 128 << shift);
+    unsigned char *weights = dynamic + (m.n_chunks * 128 << shift) + warp * ring;
+    few_fill<FORMATS, FEW_RING>(tile.format, w, n, weights, ring, slice, lane);
+    if (lane == 0 && chunks * each / 4 > ring)
+        ptx_prefetch(w + slice * chunks * (each / 4), chunks * (each / 4));
     const rows to = rows_of<false>(m, tile_number, tile_number, 0, t);
     float acc[4] = {};
 #pragma unroll 1
-    for (int round = queries.idle ? launch_first_round() : 1; round < 2; round++) {
+    for (int round = idle ? launch_first_round() : 1; round < 2; round++) {
         if (round) ptx_wait_prior();
-        if (beside)
-            few_tokens(tokens, m.x, m.x_stride, tile.x_chunk0 + begin, n, shift, lane);
-        else
-            norm_rows(a, round ? a.rows.rows : 1, dynamic, shift, round, norms);
-        few_product<FORMATS, FEW_RING>(tile.format, acc, w, n, round, weights, ring.bytes, tokens,
-                                       shift, slice, lane);
+        norm_rows(a, round ? a.rows.rows : 1, dynamic, shift, round, norms);
+        few_product<FORMATS, FEW_RING>(tile.format, acc, w, n, round, weights, ring, tokens, shift,
+                                       slice, lane);
         if (gather(acc, sums, warp, m.splits, lane))
             write<8>(acc, m, to, tile_number, 0, round ? m.tokens : 0, t);
     }
@@ -478,35 +458,27 @@ int shift_of(int rows)
     return rows <= 1 ? 0 : rows <= 2 ? 1 : 2;
 }
 
-/* own: each warp has the tokens of its part; else they are all warps'. bytes 0: there is no room.
- */
-ring_of_warps ring_of(const bgk_weights *w, int shift, bool own)
+/* Of a warp's weights, beside the tokens of all of them; 0: there is no room. */
+int ring_of(const bgk_weights *w, int shift)
 {
     const int n = few_part_chunks(w->n_chunks, w->splits);
-    const int tokens = own ? n * 128 << shift : (w->n_chunks * 128 << shift) / WARPS;
+    const int tokens = (w->n_chunks * 128 << shift) / WARPS;
     const int most = (int)(HALF / WARPS - tokens) / 128 * 128;
     const int ring = few_ring(w->formats, n, WARPS, tokens, 1);
     const bool small = most >= QUARTERS * largest_chunk(w->formats) / 4;
-    return {small ? min(ring, most) : ring, tokens};
-}
-
-size_t bytes_of(const ring_of_warps &r)
-{
-    return (size_t)WARPS * (r.token_bytes + r.bytes);
+    return small ? min(ring, most) : ring;
 }
 
 template <unsigned FORMATS>
-cudaError_t launch_products(const store_args &a, const args &queries, const args &other,
-                            int n_beside, int shift, const ring_of_warps &queries_ring,
-                            const ring_of_warps &other_ring, size_t bytes, cudaStream_t stream)
+cudaError_t launch_products(const store_args &a, const args &first, const args &second, int shift,
+                            int2 rings, size_t bytes, cudaStream_t stream)
 {
     static const cudaError_t ready = cudaFuncSetAttribute(
         store_and_multiply<FORMATS>, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (ready != cudaSuccess) return ready;
-    return launch_after(store_and_multiply<FORMATS>,
-                        dim3(n_beside + a.rows.rows + queries.n_tiles * queries.splits),
-                        dim3(BLOCK), bytes, stream, a, queries, other, n_beside, shift,
-                        queries_ring, other_ring);
+    const int n_first = first.n_tiles * first.splits, n_second = second.n_tiles * second.splits;
+    return launch_after(store_and_multiply<FORMATS>, dim3(a.rows.rows + n_first + n_second),
+                        dim3(BLOCK), bytes, stream, a, first, second, n_first, shift, rings);
 }
 
 size_t row_bytes(const store_args &a)
@@ -537,25 +509,13 @@ cudaError_t bgk_mla_store(const bgk_out *qa, const float *in, int64_t in_cols,
     }
 }
 
-static bool product_fits(const bgk_weights *w, int rows, bool own)
-{
-    return rows <= BGK_STORE_LINEAR && !w->n_ff && w->n_tiles > 0 && w->n_chunks > 0 &&
-           (w->splits == 1 || w->splits == 2 || w->splits == 4) && w->formats &&
-           ring_of(w, shift_of(rows), own).bytes;
-}
-
 bool bgk_mla_store_linear_fits(const bgk_weights *w, const bgk_cache *cache, int q_rank, int rows)
 {
     return q_rank > 0 && q_rank <= MOST_RANK && cache->type != BGK_F32 &&
-           w->n_chunks == (q_rank + 63) / 64 && !w->block_tiles && w->n_tiles < 4 * sm_count() &&
-           product_fits(w, rows, false);
-}
-
-bool bgk_mla_beside_fits(const bgk_weights *w, int rows)
-{
-    /* 4 rows, GLM-5's indexer: 15.6 to 21.6 us, each by itself 15.7. */
-    return rows <= BGK_BESIDE && w->n_tiles * w->splits <= sm_count() &&
-           product_fits(w, rows, true);
+           w->n_chunks == (q_rank + 63) / 64 && !w->block_tiles && w->n_tiles > 0 &&
+           w->n_tiles < 4 * sm_count() && rows <= BGK_STORE_LINEAR && !w->n_ff &&
+           (w->splits == 1 || w->splits == 2 || w->splits == 4) && w->formats &&
+           ring_of(w, shift_of(rows));
 }
 
 static bool out_fits(const bgk_out *out, const bgk_weights *w, int rows)
@@ -564,39 +524,36 @@ static bool out_fits(const bgk_out *out, const bgk_weights *w, int rows)
            (out->stride % BGK_TILE_ROWS == 0 && rows <= out->stride && w->n_out > 0);
 }
 
-cudaError_t bgk_mla_store_linear(const bgk_out *out, const bgk_weights *w, const bgk_out *qa,
+cudaError_t bgk_mla_store_linear(const bgk_product *products, int n, const bgk_out *qa,
                                  const float *in, int64_t in_cols, const bgk_cache *cache,
                                  const bgk_rows *r, int layer, int q_rank, const float *q_norm,
                                  const float *kv_norm, float eps, const bgk_rotation *rope,
-                                 const bgk_beside *beside, cudaStream_t stream)
+                                 cudaStream_t stream)
 {
     store_args a;
-    if (!bgk_mla_store_linear_fits(w, cache, q_rank, r->rows) || qa->layout != BGK_TILES ||
-        !out_fits(out, w, r->rows) ||
-        !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope) ||
-        (beside && (!bgk_mla_beside_fits(beside->w, r->rows) ||
-                    !out_fits(&beside->out, beside->w, r->rows) || (uintptr_t)beside->x % 128 ||
-                    beside->x_stride % BGK_TILE_ROWS || r->rows > beside->x_stride)))
+    if (n < 1 || n > BGK_STORE_PRODUCTS || qa->layout != BGK_TILES ||
+        !store_args_of(&a, qa, in, in_cols, cache, r, layer, q_rank, q_norm, kv_norm, eps, rope))
         return cudaErrorInvalidValue;
+    for (int i = 0; i < n; i++)
+        if (!bgk_mla_store_linear_fits(products[i].w, cache, q_rank, r->rows) ||
+            !out_fits(&products[i].out, products[i].w, r->rows))
+            return cudaErrorInvalidValue;
     if (!on_hopper()) return cudaErrorNotSupported;
     if (!r->rows) return cudaSuccess;
     const int shift = shift_of(r->rows);
-    const args queries = args_of(out, w, qa->data, qa->stride, r->rows, BGK_SILU);
-    const ring_of_warps queries_ring = ring_of(w, shift, false);
-    args other = {};
-    ring_of_warps other_ring = {};
-    unsigned formats = w->formats;
-    int n_beside = 0;
-    if (beside) {
-        other = args_of(&beside->out, beside->w, beside->x, beside->x_stride, r->rows, BGK_SILU);
-        other_ring = ring_of(beside->w, shift, true);
-        formats |= beside->w->formats;
-        n_beside = other.n_tiles * other.splits;
+    args m[BGK_STORE_PRODUCTS] = {};
+    int ring[BGK_STORE_PRODUCTS] = {};
+    unsigned formats = 0;
+    size_t bytes = row_bytes(a) + BLOCK * 16;
+    for (int i = 0; i < n; i++) {
+        const bgk_product &p = products[i];
+        m[i] = args_of(&p.out, p.w, qa->data, qa->stride, r->rows, BGK_SILU);
+        ring[i] = ring_of(p.w, shift);
+        formats |= p.w->formats;
+        bytes = max(bytes, (size_t)(m[i].n_chunks * 128 << shift) + (size_t)WARPS * ring[i]);
     }
-    const size_t needs = max(bytes_of(queries_ring), bytes_of(other_ring)),
-                 bytes = max(needs, row_bytes(a) + BLOCK * 16);
-    return by_formats<W4, W8, W8 | W16>(formats, [&](auto f) {
-        return launch_products<decltype(f)::value>(a, queries, other, n_beside, shift, queries_ring,
-                                                   other_ring, bytes, stream);
+    return by_formats<W4, W8>(formats, [&](auto f) {
+        return launch_products<decltype(f)::value>(a, m[0], m[1], shift, {ring[0], ring[1]}, bytes,
+                                                   stream);
     });
 }

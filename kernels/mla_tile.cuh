@@ -34,6 +34,7 @@ struct mla_args {
     int parts_cap, room;          /* parts in all; of an item */
     int splits, row_tiles, works; /* works: items times row tiles times splits */
     bool many;                    /* items of many tokens */
+    bool prefetches;              /* all keys of a row, before it is known which are listed */
     uint32_t block_bytes;
     uint32_t by_heads; /* heads_divided() */
 };
@@ -319,38 +320,6 @@ __device__ inline void warpgroup_meets(int wg)
 __device__ inline void workers_meet()
 {
     asm volatile("bar.sync 1, 256;" ::: "memory");
-}
-
-/* st.async: to a block of the cluster, whose barrier `bar` counts the bytes. */
-__device__ inline void send(uint32_t to, float4 v, uint32_t bar)
-{
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
-                 : "memory");
-}
-
-__device__ inline void send(uint32_t to, float2 v, uint32_t bar)
-{
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
-                 "[%0], {%1, %2}, [%3];" ::"r"(to),
-                 "f"(v.x), "f"(v.y), "r"(bar)
-                 : "memory");
-}
-
-/* mbar_wait() for what blocks of the cluster sent. */
-__device__ inline void mbar_wait_cluster(uint32_t bar, uint32_t parity)
-{
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1, 0x989680;\n"
-                 "@p bra done;\n"
-                 "bra again;\n"
-                 "done:\n"
-                 "}\n" ::"r"(bar),
-                 "r"(parity)
-                 : "memory");
 }
 
 /* Arrives once the thread's copies so far have come. */
@@ -868,15 +837,15 @@ __device__ inline void send_unit(uint32_t base, int unit, const float (&o)[4][4]
         const uint32_t bar = cluster_map(base + L::SENT, block);
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            send(to + k * (PIECE / 2),
-                 make_float4(value(o[2 * k][e]), value(o[2 * k][2 + e]), value(o[2 * k + 1][e]),
-                             value(o[2 * k + 1][2 + e])),
-                 bar);
+            cluster_send(to + k * (PIECE / 2),
+                         make_float4(value(o[2 * k][e]), value(o[2 * k][2 + e]),
+                                     value(o[2 * k + 1][e]), value(o[2 * k + 1][2 + e])),
+                         bar);
     }
     const uint32_t row = thread / 32, block = 2 * row + lane;
     if (lane < 2 && (int)row < rows)
-        send(cluster_map(base + (uint32_t)(L::PIECES_ML + unit * 8), block), make_float2(m, l),
-             cluster_map(base + L::SENT, block));
+        cluster_send(cluster_map(base + (uint32_t)(L::PIECES_ML + unit * 8), block),
+                     make_float2(m, l), cluster_map(base + L::SENT, block));
 }
 
 /* Where value `thread` of a piece of half `half` is in its row. */

@@ -11,9 +11,28 @@ __device__ inline void ptx_copy16(void *shared, const void *global)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global));
 }
 
+/* What createpolicy.fractional.L2::evict_first makes of 1.0: what is read by it leaves L2 before
+ * all else. */
+constexpr uint64_t PTX_LEAVES_FIRST = 0x12f0000000000000;
+
+/* ptx_copy16() of what nobody reads again before much else was read. `shared` must not look like a
+ * register plus a uniform one: of that, with a policy, ptxas 13.0 makes an instruction that is none
+ * (LDGSTS [R+UR0]; cuobjdump -sass shows it). So multiply it by blockDim.y, which is 1. */
+__device__ inline void ptx_copy16_once(uint32_t shared, const void *global)
+{
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "l"(PTX_LEAVES_FIRST));
+}
+
 __device__ inline void ptx_copy_commit()
 {
     asm volatile("cp.async.commit_group;");
+}
+
+/* cp.async.bulk.prefetch: so many bytes, a multiple of 16, to L2; by one thread. */
+__device__ inline void ptx_prefetch(const void *global, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 /* Waits until at most N of the thread's groups are under way. */

@@ -50,6 +50,21 @@ __device__ inline void mbar_wait(uint32_t bar, uint32_t parity)
                  : "memory");
 }
 
+/* mbar_wait() for what blocks of the cluster sent. */
+__device__ inline void mbar_wait_cluster(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1, 0x989680;\n"
+                 "@p bra done;\n"
+                 "bra again;\n"
+                 "done:\n"
+                 "}\n" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+}
+
 /* cp.async.bulk: bytes (a multiple of 16) from global to shared memory, 16-byte aligned. */
 __device__ inline void ptx_bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t bar)
 {

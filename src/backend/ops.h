@@ -238,6 +238,7 @@ typedef struct bg_mla {
 typedef struct bg_index {
     int index_layer; /* 0 .. n_index - 1 of the cache */
     int n_heads, dim, top_k;
+    int64_t ik_col0; /* the key's first column in `ik`; behind its dim the heads' weights */
     const bg_vec *k_norm, *k_norm_b; /* LayerNorm of the key */
     float norm_eps;
     const bg_rope *rope; /* of the first rope->n_rot values of query heads and of the key */
@@ -525,8 +526,8 @@ bg_status bg_op_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, co
  * c_j over the cache's rows [c_j | kr_j], causal. out: an input buffer. */
 bg_status bg_op_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat, const bg_act *q,
                               const bg_mla *p, bg_error *err);
-/* iq[t] = n_heads heads of dim values; ik[t] = [key (dim) | the heads' weights (n_heads)]. Stores
- * rope(layer_norm(key)) in the cache; for each row the top_k positions by
+/* iq[t] = n_heads heads of dim values; ik[t] = [ik_col0 others | key (dim) | the heads' weights
+ * (n_heads)]. Stores rope(layer_norm(key)) in the cache; for each row the top_k positions by
  *     score(j) = sum_heads scale * weight * relu(rope(iq_head) . key_j),  j <= position,
  * equal ones by lower position, are what bg_op_mla_attention with `selected` sees from now on (all,
  * where there are no more than top_k). */

@@ -221,11 +221,11 @@ typedef struct bg_layer {
     bg_experts *experts;
     bg_linear *shared_gate_up, *shared_down; /* NULL: no shared experts, or merged ones */
     /* MLA */
-    bg_linear *qkv_a; /* q_a and kv_a */
+    bg_linear *qkv_a; /* q_a, kv_a; of a layer with an indexer its k and its heads' weights */
     bg_linear *q, *k_b, *v_b;
     bg_vec q_a_norm, kv_a_norm;
     int index; /* number of its indexer; -1: none of its own */
-    bg_linear *index_q, *index_k;
+    bg_linear *index_q;
     bg_vec index_norm, index_norm_b;
 } bg_layer;
 
@@ -249,7 +249,7 @@ struct bg_model {
         bg_act gate_up, ff;
         bg_act route, shared_gate_up, shared_ff;
         bg_act q_a, q_lat, att_lat;
-        bg_act index_q, index_k;
+        bg_act index_q;
         bg_act out, out_h; /* rows that yield logits; their norm */
     } a;
 };

@@ -31,15 +31,14 @@ static int plan_buffers(buffer *list, const bg_desc *d, const bg_shard *s,
     ADD(INPUT, h, t, d_model);
     ADD(ROWS, y, t, d_model);
     if (d->kv_rank) {
-        ADD(ROWS, qkv, t, d->q_rank + bg_dim_size(d, DIM_KV_A));
+        const int64_t ik = d->index_heads ? d->index_dim + d->index_heads : 0;
+        /* Rows of whole float4 (bgk_mla_store()). */
+        ADD(ROWS, qkv, t, (d->q_rank + bg_dim_size(d, DIM_KV_A) + ik + 3) / 4 * 4);
         if (d->q_rank) ADD(INPUT, q_a, t, d->q_rank);
         ADD(INPUT, q, t, q);
         ADD(INPUT, q_lat, t, latent);
         ADD(INPUT, att_lat, t, latent);
-        if (d->index_heads) {
-            ADD(ROWS, index_q, t, bg_dim_size(d, DIM_INDEX_Q));
-            ADD(ROWS, index_k, t, d->index_dim + d->index_heads);
-        }
+        if (d->index_heads) ADD(ROWS, index_q, t, bg_dim_size(d, DIM_INDEX_Q));
     } else {
         ADD(ROWS, qkv, t, q + kv);
         ADD(ROWS, q, t, q);

@@ -151,16 +151,11 @@ out:
     return st;
 }
 
+/* All but what qkv_a has: the key and the heads' weights. */
 static bg_status load_index(bg_loader *ld, bg_layer *layer, int l, bg_error *err)
 {
-    bg_builder b;
     bg_status st =
         bg_load_linear(ld, &layer->index_q, "indexer.attn_q_b", ROLE_INDEX_Q, N_ROLES, l, err);
-    bg_part_start(&b, "blk.%d.indexer.k_proj", l);
-    if (!st) st = bg_part_add_role(ld, &b, ROLE_INDEX_K, N_ROLES, l, err);
-    if (!st) st = bg_part_add_role(ld, &b, ROLE_INDEX_PROJ, N_ROLES, l, err);
-    if (!st) st = bg_part_finish(ld, &b, &layer->index_k, err);
-    bg_part_release(&b);
     if (!st) st = bg_load_vec(ld, &layer->index_norm, ROLE_INDEX_K_NORM, l, err);
     if (!st) st = bg_load_vec(ld, &layer->index_norm_b, ROLE_INDEX_K_NORM_B, l, err);
     return st;
@@ -186,6 +181,8 @@ bg_status bg_mla_load(bg_loader *ld, bg_layer *layer, int l, bg_error *err)
     bg_part_start(&b, "blk.%d.attn_qkv_a", l);
     bg_status st = d->q_rank ? bg_part_add_role(ld, &b, ROLE_Q_A, N_ROLES, l, err) : BG_OK;
     if (!st) st = bg_part_add_role(ld, &b, ROLE_KV_A, N_ROLES, l, err);
+    if (!st && layer->index >= 0) st = bg_part_add_role(ld, &b, ROLE_INDEX_K, N_ROLES, l, err);
+    if (!st && layer->index >= 0) st = bg_part_add_role(ld, &b, ROLE_INDEX_PROJ, N_ROLES, l, err);
     if (!st) st = bg_part_finish(ld, &b, &layer->qkv_a, err);
     bg_part_release(&b);
     if (!st) st = bg_load_vec(ld, &layer->q_a_norm, ROLE_Q_A_NORM, l, err);
@@ -211,25 +208,20 @@ bg_status bg_mla_load(bg_loader *ld, bg_layer *layer, int l, bg_error *err)
 
 static bg_status choose_keys(bg_model *m, const bg_layer *w, bg_error *err)
 {
-    bg_backend *b = m->b;
     const bg_desc *d = &m->d;
     const bg_index index = {
         .index_layer = w->index,
         .n_heads = d->index_heads,
         .dim = d->index_dim,
         .top_k = d->index_top_k,
+        .ik_col0 = d->q_rank + bg_dim_size(d, DIM_KV_A),
         .k_norm = &w->index_norm,
         .k_norm_b = &w->index_norm_b,
         .norm_eps = 1e-6f, /* no key tells */
         .rope = &m->rope[0],
         .scale = 1 / sqrtf((float)d->index_heads * (float)d->index_dim),
     };
-    const int n_rows = b->ops->n_rows(b);
-    /* In this order a backend may do both with mla_store. */
-    bg_status st = bg_op_linear(b, &m->a.index_k, w->index_k, &m->a.h, n_rows, err);
-    if (!st) st = bg_op_linear(b, &m->a.index_q, w->index_q, &m->a.q_a, n_rows, err);
-    if (!st) st = bg_op_index(b, &m->a.index_q, &m->a.index_k, &index, err);
-    return st;
+    return bg_op_index(m->b, &m->a.index_q, &m->a.qkv, &index, err);
 }
 
 static bg_status attend(bg_model *m, int layer, bg_error *err)
@@ -260,8 +252,12 @@ static bg_status attend(bg_model *m, int layer, bg_error *err)
     };
     bg_status st = bg_op_linear(b, &m->a.qkv, w->qkv_a, &m->a.h, n_rows, err);
     if (!st) st = bg_op_mla_store(b, q_a, &m->a.qkv, &in, err);
-    if (!st && w->index >= 0) st = choose_keys(m, w, err);
+    /* In this order a backend may multiply by both of what mla_store norms in one go, and do the
+     * query's next product while keys are chosen. */
+    const bool chooses = w->index >= 0;
+    if (!st && chooses) st = bg_op_linear(b, &m->a.index_q, w->index_q, &m->a.q_a, n_rows, err);
     if (!st) st = bg_op_linear(b, &m->a.q, w->q, q_a ? q_a : &m->a.h, n_rows, err);
+    if (!st && chooses) st = choose_keys(m, w, err);
     if (!st) st = bg_op_mla_query(b, &m->a.q_lat, w->k_b, &m->a.q, err);
     if (!st) st = bg_op_mla_attention(b, &m->a.att_lat, &m->a.q_lat, &m->a.q, &mla, err);
     if (!st) st = bg_op_linear(b, &m->a.att, w->v_b, &m->a.att_lat, n_rows, err);

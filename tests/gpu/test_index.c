@@ -12,6 +12,8 @@ typedef struct shape {
     int top_k, max_ctx, n;
 } shape;
 
+#define WORDS_BYTES ((size_t)BGK_INDEX_FEW * BGK_INDEX_FEW_KEYS * 4)
+
 typedef struct setup {
     shape s;
     size_t key_bytes;
@@ -23,6 +25,7 @@ typedef struct setup {
     bgk_out iq;
     float *ik;
     int64_t ik_cols;
+    uint32_t *words;
     int32_t *pos; /* on the host */
 } setup;
 
@@ -89,6 +92,8 @@ static setup setup_new(shape s, const int32_t *pos, int layers)
     t.q = poisoned(n * heads * dim * 2);
     t.w = poisoned(n * heads * 4);
     t.scores = poisoned(n * (size_t)s.max_ctx * 4);
+    CU(cudaMalloc((void **)&t.words, WORDS_BYTES));
+    CU(cudaMemset(t.words, 0, WORDS_BYTES));
     free(table);
     free(seq);
     free(block0);
@@ -104,6 +109,7 @@ static void setup_free(setup *t)
 {
     void *device[] = {t->keys,
                       t->scores,
+                      t->words,
                       t->w,
                       t->q,
                       t->ik,
@@ -130,11 +136,12 @@ static void three(setup *t, int32_t *list, int32_t *count)
 }
 
 /* Rows [row0, row0 + n). False: not on this GPU. */
-static bool at_once(setup *t, int32_t *list, int32_t *count, int row0, int n, cudaStream_t stream)
+static bool at_once(setup *t, int32_t *list, int32_t *count, uint32_t *words, int row0, int n,
+                    cudaStream_t stream)
 {
     const shape *s = &t->s;
     const cudaError_t e =
-        bgk_index_rows(list, count, t->scores, s->max_ctx, &t->x, &t->iq, t->ik, t->ik_cols,
+        bgk_index_rows(list, count, t->scores, s->max_ctx, words, &t->x, &t->iq, t->ik, t->ik_cols,
                        &t->rows, row0, n, s->top_k, s->max_ctx, N_SMS, stream);
     if (e == cudaErrorNotSupported) return false;
     CU(e);
@@ -158,14 +165,15 @@ static void check(shape s, const int32_t *pos)
     t.x.keys = keys[1];
     int32_t *want = from_device(list[0], list_bytes), *counts = from_device(count[0], count_bytes);
     char *want_keys = from_device(keys[0], t.key_bytes);
-    for (int run = 0; run < 3; run++) { /* all, again on what is there, in slices */
+    for (int run = 0; run < 6; run++) { /* all, again on what is there, in slices; without words */
         CU(cudaMemset(list[1], 0xff, list_bytes));
         CU(cudaMemset(count[1], 0xff, count_bytes));
         CU(cudaMemset(t.scores, 0xff, (size_t)s.n * (size_t)s.max_ctx * 4));
         CU(cudaDeviceSynchronize());
-        const int slice = run < 2 ? s.n : s.n / 3 + 1;
+        const int slice = run % 3 < 2 ? s.n : s.n / 3 + 1;
+        uint32_t *words = run < 3 ? t.words : NULL;
         for (int at = 0; at < s.n; at += slice)
-            if (!at_once(&t, list[1], count[1], at, s.n - at < slice ? s.n - at : slice, 0))
+            if (!at_once(&t, list[1], count[1], words, at, s.n - at < slice ? s.n - at : slice, 0))
                 cr_skip_test("not on this GPU");
         int32_t *got = from_device(list[1], list_bytes + GUARD);
         int32_t *got_counts = from_device(count[1], count_bytes);
@@ -185,6 +193,10 @@ static void check(shape s, const int32_t *pos)
         free(got_counts);
         free(got_keys);
     }
+    uint32_t *left = from_device(t.words, WORDS_BYTES);
+    for (size_t i = 0; i < WORDS_BYTES / 4; i++)
+        cr_assert_eq(left[i], 0, "word %zu is left as %x", i, left[i]);
+    free(left);
     free(want);
     free(counts);
     free(want_keys);
@@ -251,8 +263,8 @@ Test(index, refused)
     bgk_out iq = t.iq;
     int32_t list, count;
 #define TRY()                                                                                      \
-    bgk_index_rows(&list, &count, t.scores, 100, &x, &iq, t.ik, t.ik_cols, &t.rows, 0, 1, 64, 100, \
-                   N_SMS, 0)
+    bgk_index_rows(&list, &count, t.scores, 100, t.words, &x, &iq, t.ik, t.ik_cols, &t.rows, 0, 1, \
+                   64, 100, N_SMS, 0)
     x.n_heads = 5;
     cr_assert_eq(TRY(), cudaErrorNotSupported);
     x = t.x;
@@ -379,7 +391,7 @@ static void bench_call(void *ctx, cudaStream_t stream)
     setup *t = &b->t;
     t->x.layer = b->next++ % b->layers;
     if (b->once) {
-        at_once(t, b->list, b->count, 0, s->n, stream);
+        at_once(t, b->list, b->count, t->words, 0, s->n, stream);
         return;
     }
     CU(bgk_index_store(&t->x, t->q, t->w, &t->iq, t->ik, t->ik_cols, &t->rows, stream));
@@ -404,7 +416,7 @@ static void bench_one(int n, int ctx, int max_ctx)
     double us[2] = {0, 0};
     for (int once = 0; once < 2; once++) {
         b.once = once;
-        if (once && !at_once(&b.t, b.list, b.count, 0, n, 0)) break;
+        if (once && !at_once(&b.t, b.list, b.count, b.t.words, 0, n, 0)) break;
         bench_call(&b, 0); /* kernels are loaded and asked about before a capture */
         CU(cudaDeviceSynchronize());
         us[once] = gpu_time_us(bench_call, &b, 40);

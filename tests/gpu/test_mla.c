@@ -750,6 +750,13 @@ static void check_selected_few(shape s, int ctx, int top_k)
         float *b = run_selected(&few, &some, BGK_ROWS, N_SMS, t.parts_bytes);
         same_bits(&few, rows, b, "selected, few rows");
         free(b);
+        few.a.early = true;
+        few.a.max_keys = ctx;
+        b = run_selected(&few, &some, BGK_ROWS, N_SMS, t.parts_bytes);
+        same_bits(&few, rows, b, "selected, few rows, queries that are there");
+        few.a.early = false;
+        few.a.max_keys = t.a.max_keys;
+        free(b);
         check_attention_layout(&few, rows,
                                run_selected(&few, &some, BGK_TILES, N_SMS, t.parts_bytes),
                                "selected, few rows");

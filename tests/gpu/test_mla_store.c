@@ -1,6 +1,5 @@
-/* tests/gpu/test_mla_store.c - latents stored with the product of the normed queries, and one
- * beside it, in one launch: the bits of the kernels that do each by itself, and latents and queries
- * against float64. */
+/* tests/gpu/test_mla_store.c - latents stored with products of the normed queries in one launch:
+ * the bits of the kernels that do each by itself, and latents and queries against float64. */
 #include <stdio.h>
 
 #include "gpu.h"
@@ -102,8 +101,8 @@ typedef struct shape {
     bgk_type type;
     int q_rank, rows, splits;
     part w[MOST_PARTS];
-    int beside_k, beside_splits; /* 0: nothing is beside */
-    part beside[MOST_PARTS];
+    int second_splits;
+    part second[MOST_PARTS]; /* without rows: there is none */
     int block_tokens;
     bool neox, skip; /* skip: the last row has no position */
 } shape;
@@ -208,18 +207,13 @@ static void same_rows(const unsigned char *a, const unsigned char *b, int rows, 
 static void check(const shape *s)
 {
     const int cols = s->q_rank + DIM + 8, n = s->rows, blocks_each = N_BLOCKS / ROWS;
-    if (s->beside_k && n > BGK_BESIDE) return;
     const size_t groups = (size_t)(s->q_rank + 63) / 64;
     weights w = make_weights(s->w, n_parts(s->w), s->q_rank, s->splits, 31), o = {0};
-    const bool two = s->beside_k > 0;
+    const bool two = s->second[0].rows > 0;
     w.w.idle = s->rows % 2; /* with a rehearsal */
-    if (two) o = make_weights(s->beside, n_parts(s->beside), s->beside_k, s->beside_splits, 40);
+    if (two) o = make_weights(s->second, n_parts(s->second), s->q_rank, s->second_splits, 40);
     float *in = random_f32((size_t)(ROWS * cols), 21, 3), freq[ROT / 2];
     float *q_norm = random_f32((size_t)s->q_rank, 22, 1), *kv_norm = random_f32(RANK, 23, 1);
-    float *h = random_f32((size_t)(ROWS * (two ? s->beside_k : 1)), 24, 2);
-    uint16_t *h_tiles = to_tiles(h, (size_t)n, (size_t)(two ? s->beside_k : 1), 256);
-    buffer x = buffer_new((size_t)(two ? o.w.n_chunks : 1) * 256 * 128);
-    CU(cudaMemcpy(x.data, h_tiles, x.bytes, cudaMemcpyHostToDevice));
     int32_t pos[ROWS], seq[ROWS], block0[ROWS], table[N_BLOCKS];
     for (int i = 0; i < ROT / 2; i++)
         freq[i] = powf(10000.0f, -(float)i / (ROT / 2));
@@ -247,24 +241,25 @@ static void check(const shape *s)
     float *d_in = to_device(in, (size_t)(ROWS * cols) * 4);
     float *d_q = to_device(q_norm, (size_t)s->q_rank * 4), *d_kv = to_device(kv_norm, RANK * 4);
     cr_assert(bgk_mla_store_linear_fits(&w.w, &c, s->q_rank, n));
-    cr_assert(!two || bgk_mla_beside_fits(&o.w, n));
+    cr_assert(!two || bgk_mla_store_linear_fits(&o.w, &c, s->q_rank, n));
 
     result r[2];
     for (int k = 0; k < 2; k++) {
         buffer cache = buffer_new(cache_bytes), qa = buffer_new(groups * 256 * 128);
         buffer out = buffer_new((size_t)(n * w.cols) * 4);
         buffer other = buffer_new((size_t)(n * (two ? o.cols : 1)) * 4);
-        const bgk_out to_qa = {qa.data, BGK_TILES, 256}, to = rows_out(&out, w.cols);
-        const bgk_beside beside = {rows_out(&other, o.cols), &o.w, x.data, 256};
+        const bgk_out to_qa = {qa.data, BGK_TILES, 256};
+        const bgk_product products[] = {{rows_out(&out, w.cols), &w.w},
+                                        {rows_out(&other, o.cols), &o.w}};
         c.k = cache.data;
         if (k) {
-            CU(bgk_mla_store_linear(&to, &w.w, &to_qa, d_in, cols, &c, &rows, LAYER, s->q_rank, d_q,
-                                    d_kv, 1e-5f, &rope, two ? &beside : NULL, 0));
+            CU(bgk_mla_store_linear(products, two ? 2 : 1, &to_qa, d_in, cols, &c, &rows, LAYER,
+                                    s->q_rank, d_q, d_kv, 1e-5f, &rope, 0));
         } else {
             CU(bgk_mla_store(&to_qa, d_in, cols, &c, &rows, LAYER, s->q_rank, d_q, d_kv, 1e-5f,
                              &rope, 0));
-            CU(bgk_matmul(&to, &w.w, qa.data, 256, n, BGK_SILU, 0));
-            if (two) CU(bgk_matmul(&beside.out, &o.w, x.data, 256, n, BGK_SILU, 0));
+            for (int i = 0; i < (two ? 2 : 1); i++)
+                CU(bgk_matmul(&products[i].out, products[i].w, qa.data, 256, n, BGK_SILU, 0));
         }
         r[k] =
             (result){buffer_take(&cache), buffer_take(&qa), buffer_take(&out), buffer_take(&other)};
@@ -276,7 +271,7 @@ static void check(const shape *s)
                  s->q_rank);
     const int there = s->skip ? n - 1 : n; /* the product of a row that is not there is nobody's */
     same_rows(r[0].out, r[1].out, there, w.cols, s, "product");
-    same_rows(r[0].other, r[1].other, n, two ? o.cols : 1, s, "product beside");
+    if (two) same_rows(r[0].other, r[1].other, there, o.cols, s, "second product");
     for (int i = 0; i < there; i++)
         check_row(s, &c, &r[1], in + i * cols, i, pos[i],
                   table[block0[seq[i]] + pos[i] / s->block_tokens], q_norm, kv_norm, freq);
@@ -284,7 +279,6 @@ static void check(const shape *s)
     void *device[] = {d_in,
                       d_q,
                       d_kv,
-                      x.memory,
                       (void *)rope.freq,
                       (void *)rows.pos,
                       (void *)rows.seq,
@@ -292,7 +286,7 @@ static void check(const shape *s)
                       (void *)rows.block0};
     for (size_t i = 0; i < sizeof device / sizeof *device; i++)
         CU(cudaFree(device[i]));
-    void *host[] = {in, q_norm, kv_norm, h, h_tiles};
+    void *host[] = {in, q_norm, kv_norm};
     for (size_t i = 0; i < sizeof host / sizeof *host; i++)
         free(host[i]);
     for (int k = 0; k < 2; k++)
@@ -301,7 +295,7 @@ static void check(const shape *s)
     if (two) drop_weights(&o);
 }
 
-/* Runs s for 1 to 4 rows and 1, 2 and 4 parts of K; what is beside with other numbers of parts. */
+/* Runs s for 1 to 4 rows and 1, 2 and 4 parts of K; the second product with other numbers. */
 static void check_all(shape s)
 {
     static const int splits[] = {1, 2, 4};
@@ -309,7 +303,7 @@ static void check_all(shape s)
         for (int i = 0; i < 3; i++) {
             s.rows = rows;
             s.splits = splits[i];
-            s.beside_splits = splits[(i + rows) % 3];
+            s.second_splits = splits[(i + rows) % 3];
             check(&s);
         }
 }
@@ -325,25 +319,39 @@ Test(mla_store, alone, .timeout = 120)
     check_all((shape){BGK_Q8, 4, .w = {{BGK_W16, 64}}, .block_tokens = 32});
 }
 
-Test(mla_store, beside, .timeout = 120)
+Test(mla_store, two_products, .timeout = 120)
 {
     NEEDS_GPU();
-    check_all((shape){BGK_F16, 2048, .w = {{BGK_W8, 192}}, .beside_k = 6144,
-                      .beside = {{BGK_W8, 128}, {BGK_W16, 32}}, .block_tokens = 32});
-    check_all((shape){BGK_BF16, 768, .w = {{BGK_W4, 128}}, .beside_k = 1000,
-                      .beside = {{BGK_W4, 72}, {BGK_W16, 9}}, .block_tokens = 16});
-    check_all((shape){BGK_Q8, 1536, .w = {{BGK_W8, 64}}, .beside_k = 64, .beside = {{BGK_W8, 17}},
+    check_all((shape){BGK_F16, 2048, .w = {{BGK_W8, 256}}, .second = {{BGK_W8, 128}},
+                      .block_tokens = 32});
+    check_all((shape){BGK_BF16, 768, .w = {{BGK_W4, 72}, {BGK_W16, 9}}, .second = {{BGK_W4, 128}},
+                      .block_tokens = 16});
+    check_all((shape){BGK_Q8, 1536, .w = {{BGK_W8, 17}}, .second = {{BGK_W8, 64}},
                       .block_tokens = 16, .neox = true});
-    check_all((shape){BGK_F16, 512, .w = {{BGK_W4, 64}}, .beside_k = 2112, .beside = {{BGK_W4, 64}},
-                      .block_tokens = 64});
+    check_all(
+        (shape){BGK_F16, 512, .w = {{BGK_W6, 64}}, .second = {{BGK_W5, 200}}, .block_tokens = 64});
 }
 
 /* A row that has no position is not stored. */
 Test(mla_store, skipped)
 {
     NEEDS_GPU();
-    check_all((shape){BGK_F16, 768, .w = {{BGK_W8, 64}}, .beside_k = 320, .beside = {{BGK_W16, 40}},
+    check_all((shape){BGK_F16, 768, .w = {{BGK_W8, 64}}, .second = {{BGK_W8, 40}},
                       .block_tokens = 32, .skip = true});
+}
+
+typedef struct call_args {
+    bgk_out *qa;
+    float *in;
+    bgk_cache *cache;
+    const bgk_rows *rows;
+    const bgk_rotation *rope;
+} call_args;
+
+static cudaError_t store_with(const call_args *a, const bgk_product *products, int n)
+{
+    return bgk_mla_store_linear(products, n, a->qa, a->in, 768 + DIM, a->cache, a->rows, 0, 768,
+                                a->in, a->in, 1e-5f, a->rope, 0);
 }
 
 Test(mla_store, refuses)
@@ -369,10 +377,8 @@ Test(mla_store, refuses)
     w.w.splits = 3;
     cr_expect(!bgk_mla_store_linear_fits(&w.w, &c, 768, 1));
     w.w.splits = 2;
-    cr_expect(bgk_mla_beside_fits(&w.w, BGK_BESIDE));
-    cr_expect(!bgk_mla_beside_fits(&w.w, BGK_BESIDE + 1));
     w.w.n_ff = 32;
-    cr_expect(!bgk_mla_beside_fits(&w.w, 1));
+    cr_expect(!bgk_mla_store_linear_fits(&w.w, &c, 768, 1));
     w.w.n_ff = 0;
     buffer b = buffer_new(1 << 20);
     const int32_t zero = 0;
@@ -382,21 +388,14 @@ Test(mla_store, refuses)
     bgk_out qa = {b.data, BGK_ROWS, 768}, out = {b.data, BGK_ROWS, 64};
     float *f = (float *)(void *)b.data;
     c.k = b.data;
-    bgk_beside beside = {out, &w.w, b.data, 256};
-    cr_expect_eq(bgk_mla_store_linear(&out, &w.w, &qa, f, 768 + DIM, &c, &rows, 0, 768, f, f, 1e-5f,
-                                      &rope, NULL, 0),
-                 cudaErrorInvalidValue, "queries as rows");
+    const bgk_product two[] = {{out, &w.w}, {{b.data, BGK_TILES, 100}, &w.w}};
+    const call_args call = {&qa, f, &c, &rows, &rope};
+    cr_expect_eq(store_with(&call, two, 1), cudaErrorInvalidValue, "queries as rows");
     qa.layout = BGK_TILES;
     qa.stride = 256;
-    beside.x_stride = 100;
-    cr_expect_eq(bgk_mla_store_linear(&out, &w.w, &qa, f, 768 + DIM, &c, &rows, 0, 768, f, f, 1e-5f,
-                                      &rope, &beside, 0),
-                 cudaErrorInvalidValue, "a stride that is no multiple of 256");
-    beside.x_stride = 256;
-    beside.x = b.data + 16;
-    cr_expect_eq(bgk_mla_store_linear(&out, &w.w, &qa, f, 768 + DIM, &c, &rows, 0, 768, f, f, 1e-5f,
-                                      &rope, &beside, 0),
-                 cudaErrorInvalidValue, "tokens that are not aligned");
+    cr_expect_eq(store_with(&call, two, 2), cudaErrorInvalidValue, "a result's stride");
+    cr_expect_eq(store_with(&call, two, 0), cudaErrorInvalidValue, "no product");
+    cr_expect_eq(store_with(&call, two, 3), cudaErrorInvalidValue, "three products");
     CU(cudaFree(b.memory));
     CU(cudaFree(ints));
     drop_weights(&w);
@@ -405,13 +404,13 @@ Test(mla_store, refuses)
 /* ---- speed ------------------------------------------------------------------------------------
  */
 
-enum { SETS = 24, BENCH_RANK = 2048, BENCH_K = 6144 };
+enum { SETS = 24, BENCH_RANK = 2048 };
 
 typedef struct bench {
     bgk_weights w[SETS], other[SETS];
     bool one_launch, two;
     int next;
-    char *out, *qa, *x, *other_out;
+    char *out, *qa, *other_out;
     float *in;
     bgk_cache cache;
     bgk_rows rows;
@@ -451,25 +450,23 @@ static void bench_call(void *ctx, cudaStream_t stream)
     const int i = b->next++ % SETS;
     const bgk_out qa = {b->qa, BGK_TILES, 256}, out = {b->out, BGK_ROWS, b->w[i].n_out},
                   other = {b->other_out, BGK_ROWS, b->other[i].n_out};
-    const bgk_beside beside = {other, &b->other[i], b->x, 256};
+    const bgk_product products[] = {{out, &b->w[i]}, {other, &b->other[i]}};
     if (b->one_launch) {
-        CU(bgk_mla_store_linear(&out, &b->w[i], &qa, b->in, BENCH_RANK + DIM, &b->cache, &b->rows,
-                                0, BENCH_RANK, b->in, b->in, 1e-5f, &b->rope,
-                                b->two ? &beside : NULL, stream));
+        CU(bgk_mla_store_linear(products, b->two ? 2 : 1, &qa, b->in, BENCH_RANK + DIM, &b->cache,
+                                &b->rows, 0, BENCH_RANK, b->in, b->in, 1e-5f, &b->rope, stream));
         return;
     }
     CU(bgk_mla_store(&qa, b->in, BENCH_RANK + DIM, &b->cache, &b->rows, 0, BENCH_RANK, b->in, b->in,
                      1e-5f, &b->rope, stream));
     CU(bgk_matmul(&out, &b->w[i], b->qa, 256, b->rows.rows, BGK_SILU, stream));
-    if (b->two) CU(bgk_matmul(&other, &b->other[i], b->x, 256, b->rows.rows, BGK_SILU, stream));
+    if (b->two) CU(bgk_matmul(&other, &b->other[i], b->qa, 256, b->rows.rows, BGK_SILU, stream));
 }
 
 Test(mla_store, bench_mla_store, .timeout = 120)
 {
     NEEDS_GPU();
     if (gpu_small()) return;
-    const part w[] = {{BGK_W8, 2048}}, index_q[] = {{BGK_W8, 4096}},
-               index_k[] = {{BGK_W8, 128}, {BGK_W16, 32}};
+    const part q[] = {{BGK_W8, 2048}}, index_q[] = {{BGK_W8, 4096}};
     const int32_t zeros[ROWS] = {0}, seqs[ROWS] = {0};
     bench b = {.cache = {.type = BGK_F16,
                          .n_blocks = 2,
@@ -477,8 +474,8 @@ Test(mla_store, bench_mla_store, .timeout = 120)
                          .block_tokens = 32,
                          .k_dim = DIM,
                          .v_dim = RANK}};
-    void **all[] = {(void **)&b.out,       (void **)&b.qa, (void **)&b.x,
-                    (void **)&b.other_out, (void **)&b.in, &b.cache.k};
+    void **all[] = {(void **)&b.out, (void **)&b.qa, (void **)&b.other_out, (void **)&b.in,
+                    &b.cache.k};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         CU(cudaMalloc(all[i], 4 << 20));
         CU(cudaMemset(*all[i], 0, 4 << 20));
@@ -490,10 +487,10 @@ Test(mla_store, bench_mla_store, .timeout = 120)
         const int splits = k == 0 ? 4 : k == 1 ? 2 : 4;
         b.two = k > 0;
         for (int i = 0; i < SETS; i++) {
-            b.w[i] = bench_weights(b.two ? index_q : w, 1, BENCH_RANK, splits);
-            b.other[i] = bench_weights(index_k, 2, BENCH_K, 4);
+            b.w[i] = bench_weights(b.two ? index_q : q, 1, BENCH_RANK, splits);
+            b.other[i] = bench_weights(q, 1, BENCH_RANK, 4);
         }
-        for (int rows = 1; rows <= (b.two ? BGK_BESIDE : ROWS); rows *= 2) {
+        for (int rows = 1; rows <= ROWS; rows *= 2) {
             b.rows.rows = rows;
             b.one_launch = true;
             const double us = gpu_time_us(bench_call, &b, 2 * SETS);
@@ -501,8 +498,8 @@ Test(mla_store, bench_mla_store, .timeout = 120)
             fprintf(
                 stderr,
                 "store, product [%d, %d] in %d parts%s, %d rows: %5.2f us, each by itself %5.2f\n",
-                b.w[0].n_out, BENCH_RANK, splits, b.two ? ", one beside it" : "", rows, us,
-                gpu_time_us(bench_call, &b, 2 * SETS));
+                b.w[0].n_out, BENCH_RANK, splits, b.two ? ", of another [2048, 2048]" : "", rows,
+                us, gpu_time_us(bench_call, &b, 2 * SETS));
         }
         for (int i = 0; i < SETS; i++) {
             bgk_wtile first[MOST_TILES];

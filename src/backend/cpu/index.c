@@ -190,13 +190,19 @@ bg_status bg_cpu_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const 
         return bg_fail(err, BG_INTERNAL, "op index: %d heads of %d values, their rotation or norm",
                        p->n_heads, p->dim);
     if (n_rows > iq->max_rows || n_rows > ik->max_rows || iq->cols < (int64_t)p->n_heads * p->dim ||
-        ik->cols < p->dim + p->n_heads)
+        ik->cols < p->ik_col0 + p->dim + p->n_heads || p->ik_col0 < 0)
         return bg_fail(err, BG_INTERNAL,
                        "op index: %d rows of %d heads of %d; %s is [%lld, %lld], %s [%lld, %lld]",
                        n_rows, p->n_heads, p->dim, iq->name, (long long)iq->max_rows,
                        (long long)iq->cols, ik->name, (long long)ik->max_rows, (long long)ik->cols);
-    index_job job = {c,        p, bg_cpu_rope_table(c, p->rope), iq->data, ik->data, iq->cols,
-                     ik->cols, 0};
+    index_job job = {c,
+                     p,
+                     bg_cpu_rope_table(c, p->rope),
+                     iq->data,
+                     (const float *)ik->data + p->ik_col0,
+                     iq->cols,
+                     ik->cols,
+                     0};
     for (int r = 0; r < n_rows; r++)
         if (c->s.row_pos[r] >= p->top_k) c->index_rows[job.n_chosen_rows++] = r;
     if (n_rows >= 4 || job.n_chosen_rows)

@@ -145,24 +145,25 @@ typedef struct bg_cuda {
     struct {         /* mla.c */
         bool latent; /* the cache is one of latents; parts and the plan are in att */
         bool fast;   /* that tensor cores read */
-        /* Of few rows, mla_store waits for the product of what it norms, and with it one linear of
-         * something else, if such a one comes first: one kernel does it all. */
+        /* Of few rows, mla_store waits for products of what it norms: one kernel does it all. */
         bool store_waits;
         bg_act *qa;
         const bg_act *in;
         bg_mla_in store;
-        const bg_linear *linear; /* NULL: only mla_store waits */
-        const bg_act *linear_x;
-        bgk_out linear_out;
+        bgk_product products[BGK_STORE_PRODUCTS];
+        int n_products;
+        bool chooses; /* the last kernel is the indexer's: mla_query need not wait for it */
+        bool early;   /* the last kernel is mla_query's, which did not wait */
     } mla;
     struct bg_cuda_index { /* mla.c: the indexer; n_layers 0: none */
         int n_layers, dim, top_k, n_heads;
-        void *keys;     /* [n_layers, n_blocks, block_tokens, dim] */
-        int32_t *list;  /* [max_tokens, top_k] */
-        int32_t *count; /* [max_tokens] */
-        float *scores;  /* of a slice of rows; NULL: no row sees more than top_k keys */
-        void *q;        /* [max_tokens, n_heads * dim] */
-        float *w;       /* [max_tokens, n_heads] */
+        void *keys;      /* [n_layers, n_blocks, block_tokens, dim] */
+        int32_t *list;   /* [max_tokens, top_k] */
+        int32_t *count;  /* [max_tokens] */
+        float *scores;   /* of a slice of rows; NULL: no row sees more than top_k keys */
+        uint32_t *words; /* of few rows, 0 between their uses */
+        void *q;         /* [max_tokens, n_heads * dim] */
+        float *w;        /* [max_tokens, n_heads] */
     } index;
 
     struct bg_cuda_pick *picks; /* picks.c: [n_picks] of a tune table */
@@ -296,11 +297,11 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
 
 /* mla.c */
 bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err);
-/* Called by every linear. Where mla_store waits: the linear may wait too, or is done with all that
- * waits by one kernel (*done), or what waits is done, and the linear is still to be. */
+/* Called by every linear. Where mla_store waits and the linear is of what it norms, it waits too
+ * (*done); else what waits is done, and the linear is still to be. */
 bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
                              int n_rows, bool *done, bg_error *err);
-/* What waits is done, each by itself: called by every other op, and at the end of a step. */
+/* What waits is done: called by every other op, and at the end of a step. */
 bg_status bg_cuda_flush(bg_cuda *c, bg_error *err);
 void bg_cuda_forget(bg_cuda *c); /* what waits, after a step that failed */
 bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const bg_mla_in *p,

@@ -41,6 +41,9 @@ static bg_status index_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err)
         st = bg_cuda_take(c, &x->scores,
                           (size_t)slice_rows(c) * (size_t)c->config.max_ctx * sizeof *x->scores,
                           "indexer", err);
+    const size_t words = (size_t)BGK_INDEX_FEW * BGK_INDEX_FEW_KEYS * sizeof *x->words;
+    if (!st) st = bg_cuda_take(c, &x->words, words, "indexer", err);
+    if (!st) st = bg_cuda_done(err, cudaMemsetAsync(x->words, 0, words, c->stream), "indexer");
     return st;
 }
 
@@ -96,10 +99,9 @@ static bg_status rotation_of(bg_cuda *c, const bg_rope *rope, bgk_rotation *out,
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-/* w not NULL: with the product of qa and, if not NULL, another beside it. */
+/* With n products of qa. */
 static bg_status store(bg_cuda *c, bg_act *qa, const bg_act *in, const bg_mla_in *p,
-                       const bgk_out *product, const bgk_weights *w, const bgk_beside *beside,
-                       bg_error *err)
+                       const bgk_product *products, int n, bg_error *err)
 {
     bgk_rotation rope;
     bg_status st = rotation_of(c, p->rope, &rope, err);
@@ -107,10 +109,10 @@ static bg_status store(bg_cuda *c, bg_act *qa, const bg_act *in, const bg_mla_in
     const bgk_out out = p->q_rank ? bg_cuda_out(qa) : (bgk_out){0};
     const float *q_norm = p->q_rank ? p->q_norm->data : NULL;
     cudaError_t e;
-    if (w)
-        e = bgk_mla_store_linear(product, w, &out, in->data, in->cols, &c->cache, &c->rows,
+    if (n)
+        e = bgk_mla_store_linear(products, n, &out, in->data, in->cols, &c->cache, &c->rows,
                                  p->layer, p->q_rank, q_norm, p->kv_norm->data, p->norm_eps, &rope,
-                                 beside, c->stream);
+                                 c->stream);
     else
         e = bgk_mla_store(&out, in->data, in->cols, &c->cache, &c->rows, p->layer, p->q_rank,
                           q_norm, p->kv_norm->data, p->norm_eps, &rope, c->stream);
@@ -128,7 +130,7 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
     if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     if (!p->q_rank || !c->tiled || b->check || c->s.n_rows > BGK_STORE_LINEAR || !c->s.n_rows)
-        return store(c, qa, in, p, NULL, NULL, NULL, err);
+        return store(c, qa, in, p, NULL, 0, err);
     c->mla.store_waits = true;
     c->mla.qa = qa;
     c->mla.in = in;
@@ -138,60 +140,49 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
 
 bg_status bg_cuda_flush(bg_cuda *c, bg_error *err)
 {
-    const bg_linear *l = c->mla.linear;
-    if (!c->mla.store_waits) return BG_OK;
-    c->mla.store_waits = false;
-    c->mla.linear = NULL;
-    bg_status st = store(c, c->mla.qa, c->mla.in, &c->mla.store, NULL, NULL, NULL, err);
-    if (!st && l)
-        st = bg_cuda_run_linear(c, &c->mla.linear_out, l, c->mla.linear_x, c->s.n_rows, err);
-    return st;
+    const int n = c->mla.n_products;
+    const bool waits = c->mla.store_waits;
+    bg_cuda_forget(c);
+    return waits ? store(c, c->mla.qa, c->mla.in, &c->mla.store, c->mla.products, n, err) : BG_OK;
 }
 
 void bg_cuda_forget(bg_cuda *c)
 {
-    c->mla.store_waits = false;
-    c->mla.linear = NULL;
+    c->mla.store_waits = c->mla.chooses = c->mla.early = false;
+    c->mla.n_products = 0;
 }
 
 bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
                              int n_rows, bool *done, bg_error *err)
 {
-    const bg_mla_in *p = &c->mla.store;
-    const bgk_out in = bg_cuda_out(x);
-    *done = false;
-    if (!c->mla.store_waits) return BG_OK;
-    if (n_rows != c->s.n_rows || !l->n_rows || !l->k || in.layout != BGK_TILES)
-        return bg_cuda_flush(c, err);
-    if (x != c->mla.qa) {
-        *done = !c->mla.linear && bgk_mla_beside_fits(&l->tiles, n_rows);
-        if (!*done) return bg_cuda_flush(c, err);
-        c->mla.linear = l;
-        c->mla.linear_x = x;
-        c->mla.linear_out = *out;
-        return BG_OK;
-    }
-    if (!bgk_mla_store_linear_fits(&l->tiles, &c->cache, p->q_rank, n_rows))
-        return bg_cuda_flush(c, err);
-    bgk_beside beside = {.out = c->mla.linear_out};
-    const bool two = c->mla.linear != NULL;
-    if (two) {
-        const bgk_out other = bg_cuda_out(c->mla.linear_x);
-        beside.w = &c->mla.linear->tiles;
-        beside.x = other.data;
-        beside.x_stride = other.stride;
-    }
-    bg_cuda_forget(c);
-    *done = true;
-    return store(c, c->mla.qa, c->mla.in, p, out, &l->tiles, two ? &beside : NULL, err);
+    *done = c->mla.store_waits && x == c->mla.qa && n_rows == c->s.n_rows && l->n_rows && l->k &&
+            c->mla.n_products < BGK_STORE_PRODUCTS &&
+            bgk_mla_store_linear_fits(&l->tiles, &c->cache, c->mla.store.q_rank, n_rows);
+    if (!*done) return bg_cuda_flush(c, err);
+    c->mla.products[c->mla.n_products++] = (bgk_product){*out, &l->tiles};
+    return BG_OK;
 }
 
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
                             bg_error *err)
 {
     bg_cuda *c = (bg_cuda *)b;
+    const int n = c->s.n_rows;
+    const bool early = c->mla.chooses && c->tiled && k_b->n_rows && k_b->k && !k_b->tiles.n_ff;
     q_lat->layout = c->tiled ? BGK_HALF_ROWS : BGK_ROWS;
-    return bg_cuda_linear(b, q_lat, k_b, q, c->s.n_rows, err);
+    const bgk_out out = bg_cuda_out(q_lat), in = bg_cuda_out(q);
+    bg_status st = bg_cuda_fits(q_lat, n, k_b->n_rows, "mla_query", err);
+    if (!st) st = bg_cuda_fits(q, n, k_b->n_in, "mla_query", err);
+    if (!st && early && in.layout == BGK_TILES) {
+        const cudaError_t e =
+            bgk_matmul_early(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, c->stream);
+        if (e != cudaErrorNotSupported) {
+            c->mla.chooses = false;
+            c->mla.early = e == cudaSuccess;
+            return bg_cuda_done(err, e, k_b->name);
+        }
+    }
+    return st ? st : bg_cuda_linear(b, q_lat, k_b, q, n, err);
 }
 
 /* Whether some row of the step may see fewer keys than there are. */
@@ -236,7 +227,8 @@ bg_status bg_cuda_mla_attention(bg_backend *b, bg_act *out, const bg_act *q_lat,
                  .nope = p->nope,
                  .scale = p->scale,
                  .cache = c->cache,
-                 .max_keys = c->config.max_ctx};
+                 .max_keys = c->config.max_ctx,
+                 .early = c->mla.early};
     bg_status st = check_layer(c, p->layer, p->kv_rank, p->n_rot, "mla_attention", err);
     if (!st) st = bg_cuda_fits(out, rows, cols, "mla_attention", err);
     if (!st) st = bg_cuda_fits(q_lat, rows, cols, "mla_attention", err);
@@ -286,15 +278,15 @@ static cudaError_t choose(const bg_cuda *c, const bgk_index *a)
 
 /* In one launch, where it is there and something is to be chosen: a row each of all sequences. */
 static cudaError_t choose_at_once(const bg_cuda *c, const bgk_index *a, const bgk_out *iq,
-                                  const bg_act *ik)
+                                  const float *ik, int64_t ik_cols)
 {
     const struct bg_cuda_index *x = &c->index;
     const int rows = c->rows.rows, slice = slice_rows(c);
     if (c->s.n_seqs != c->s.n_rows || !selects(c)) return cudaErrorNotSupported;
     cudaError_t e = cudaSuccess;
     for (int at = 0; at < rows && e == cudaSuccess; at += slice)
-        e = bgk_index_rows(x->list, x->count, x->scores, c->config.max_ctx, a, iq, ik->data,
-                           ik->cols, &c->rows, at, rows - at < slice ? rows - at : slice, x->top_k,
+        e = bgk_index_rows(x->list, x->count, x->scores, c->config.max_ctx, x->words, a, iq, ik,
+                           ik_cols, &c->rows, at, rows - at < slice ? rows - at : slice, x->top_k,
                            c->config.max_ctx, c->att.n_sms, c->stream);
     return e;
 }
@@ -321,17 +313,20 @@ bg_status bg_cuda_index(bg_backend *b, const bg_act *iq, const bg_act *ik, const
                    .k_norm_b = p->k_norm_b ? p->k_norm_b->data : NULL,
                    .eps = p->norm_eps,
                    .scale = p->scale};
+    const float *key = (const float *)ik->data + p->ik_col0;
     bg_status st = bg_cuda_fits(iq, c->s.n_rows, (int64_t)p->n_heads * p->dim, "index", err);
-    if (!st) st = bg_cuda_fits(ik, c->s.n_rows, (int64_t)p->dim + p->n_heads, "index", err);
+    if (!st) st = bg_cuda_fits(ik, c->s.n_rows, p->ik_col0 + p->dim + p->n_heads, "index", err);
     if (!st) st = rotation_of(c, p->rope, &a.rope, err);
     if (!st) st = index_scratch(c, p->n_heads, err);
     if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bgk_out q = bg_cuda_out(iq);
-    cudaError_t e = choose_at_once(c, &a, &q, ik);
+    cudaError_t e = choose_at_once(c, &a, &q, key, ik->cols);
     if (e == cudaErrorNotSupported) {
-        e = bgk_index_store(&a, x->q, x->w, &q, ik->data, ik->cols, &c->rows, c->stream);
+        e = bgk_index_store(&a, x->q, x->w, &q, key, ik->cols, &c->rows, c->stream);
         if (e == cudaSuccess && selects(c)) e = choose(c, &a);
+    } else {
+        c->mla.chooses = !b->check && c->s.n_rows > 0;
     }
     return bg_cuda_done(err, e, "op index");
 }

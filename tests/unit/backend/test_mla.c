@@ -310,8 +310,17 @@ static void run(const model *m, const char *isa, int n_threads, int n_seqs, cons
                              &kv_norm, 1e-5f,     &m->rope};
     const bg_mla attend = {LAYER,    s->n_heads, s->kv_rank, s->nope,
                            s->n_rot, 0.4f,       &m->rope,   s->top_k > 0};
-    const bg_index index = {1,         s->index_heads, s->index_dim,   s->top_k, &k_norm,
-                            &k_norm_b, 1e-6f,          &m->index_rope, 0.3f};
+    enum { OTHERS = 5 }; /* columns before the key */
+    const bg_index index = {.index_layer = 1,
+                            .n_heads = s->index_heads,
+                            .dim = s->index_dim,
+                            .top_k = s->top_k,
+                            .ik_col0 = OTHERS,
+                            .k_norm = &k_norm,
+                            .k_norm_b = &k_norm_b,
+                            .norm_eps = 1e-6f,
+                            .rope = &m->index_rope,
+                            .scale = 0.3f};
 
     const int64_t q_cols = (int64_t)s->n_heads * (s->nope + s->n_rot);
     const int64_t out_cols = (int64_t)s->n_heads * s->kv_rank;
@@ -322,7 +331,9 @@ static void run(const model *m, const char *isa, int n_threads, int n_seqs, cons
            q_lat = new_act(b, "q_lat", rows, out_cols + 1);
     bg_act out = new_act(b, "out", rows, out_cols + MORE);
     bg_act iq = new_act(b, "iq", rows, s->index_heads * s->index_dim + MORE);
-    bg_act ik = new_act(b, "ik", rows, s->index_heads + s->index_dim + MORE);
+    bg_act ik = new_act(b, "ik", rows, OTHERS + s->index_heads + s->index_dim + MORE);
+    bg_act key = ik; /* its columns from there on */
+    key.data = (float *)ik.data + OTHERS;
 
     const int per_seq = (BLOCKS - 1) / MAX_SEQS;
     int32_t tables[MAX_SEQS][BLOCKS];
@@ -353,7 +364,7 @@ static void run(const model *m, const char *isa, int n_threads, int n_seqs, cons
                 fill_row(&in, row, in_cols, ids[which[k]], from + p, IN);
                 fill_row(&q, row, q_cols, ids[which[k]], from + p, Q);
                 fill_row(&iq, row, s->index_heads * s->index_dim, ids[which[k]], from + p, IQ);
-                fill_row(&ik, row, s->index_heads + s->index_dim, ids[which[k]], from + p, IK);
+                fill_row(&key, row, s->index_heads + s->index_dim, ids[which[k]], from + p, IK);
             }
         OK(bg_op_mla_store(b, s->q_rank ? &qa : NULL, &in, &store, err));
         if (s->top_k) OK(bg_op_index(b, &iq, &ik, &index, err));
@@ -643,7 +654,7 @@ static void make_fixture(fixture *f, const char *isa, int n_rows)
     f->ik = new_act(f->b, "ik", n_rows, DIM + 2);
     f->freq[0] = 0;
     f->rope = (bg_rope){f->freq, 2, true, 1};
-    f->index = (bg_index){0, 2, DIM, TOP, &f->k_norm, NULL, 1e-6f, &f->rope, 1};
+    f->index = (bg_index){0, 2, DIM, TOP, 0, &f->k_norm, NULL, 1e-6f, &f->rope, 1};
     for (int i = 0; i < 8; i++)
         f->blocks[i] = 8 - i;
     const bg_seq_step q = {0, 0, n_rows, 8, f->blocks, false};

@@ -271,7 +271,7 @@ template <int N_WARPS> __device__ int sum_before(const int *sums, int warp, int 
 /* use(score, key) by the threads of a block, a few loads at a time. */
 template <int N_WARPS, typename F, typename U> __device__ void for_scores(F score, int n, U use)
 {
-    constexpr int THREADS = 32 * N_WARPS, AHEAD = 8;
+    constexpr int THREADS = 32 * N_WARPS, AHEAD = 5;
 #pragma unroll 1
     for (int first = threadIdx.x; first < n; first += AHEAD * THREADS) {
         float v[AHEAD];

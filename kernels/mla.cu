@@ -25,7 +25,9 @@
  *             item run at the same time: there are no more blocks than processors, kernels before
  *             need none of them to end, and no kernel that comes later starts before they have
  *   next      of few rows the next kernels, whose weights are larger than all keys, start when the
- *             queries are there: before that what they fetch is in the way of the kernels before
+ *             queries are there: before that what they fetch is in the way of the kernels before.
+ *             With lists and Q there, 2 rows and more let them start at once: ms of a GLM-5 step of
+ *             1, 2 and 4 rows 6.09, 7.28, 9.42, else 6.04, 7.33, 9.48 (after the units 6.29)
  *   lists     few rows with lists wait for the indexer, while memory is idle: they have all keys
  *             brought to L2, before it is known which are listed. Their Q may be there (early)
  *   cluster   a single row of few keys and heads: the 16 blocks of a cluster share the units out,
@@ -624,10 +626,10 @@ __device__ inline void attend_works(const mla_args &a, bgk_item item, int number
         if constexpr (LISTS && SPREAD) {
             if (!a.a.early) {
                 ptx_wait_prior();
-                ptx_let_next_start();
                 now = listed_of(a, item);
                 waited = true;
             }
+            if (waited || a.rows.rows > 1) ptx_let_next_start();
             if (!brings)
                 load_q<typename mla_shape<T, N>::V, N>(base + mla_shape<T, N>::Q, a, q, thread);
         }

@@ -597,7 +597,8 @@ cudaError_t bgk_index_rows(int32_t *list, int32_t *count, float *scores, int64_t
                            uint32_t *words, const bgk_index *a, const bgk_out *iq, const float *ik,
                            int64_t ik_cols, const bgk_rows *r, int row0, int n, int top_k,
                            int max_ctx, int n_sms, cudaStream_t stream);
-/* index_few.cu: bgk_index_rows() of few rows; it has checked the rest. */
+/* index_few.cu: bgk_index_rows() of few rows; it has checked the rest. cudaErrorNotSupported: there
+ * is no room for a block. */
 bool bgk_index_few_fits(int n, int max_ctx, int n_sms);
 cudaError_t bgk_index_few(int32_t *list, int32_t *count, uint32_t *words, const bgk_index *a,
                           const bgk_out *iq, const float *ik, int64_t ik_cols, const bgk_rows *r,

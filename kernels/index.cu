@@ -446,9 +446,11 @@ cudaError_t bgk_index_rows(int32_t *list, int32_t *count, float *scores, int64_t
         (x->dim != 128 && x->dim != 64) || x->n_heads % 16 || x->n_heads > MOST_HEADS)
         return cudaErrorNotSupported;
     if (!n) return cudaSuccess;
-    if (words && bgk_index_few_fits(n, max_ctx, n_sms))
-        return bgk_index_few(list, count, words, x, iq, ik, ik_cols, r, row0, n, top_k, max_ctx,
-                             stream);
+    if (words && bgk_index_few_fits(n, max_ctx, n_sms)) {
+        const cudaError_t e = bgk_index_few(list, count, words, x, iq, ik, ik_cols, r, row0, n,
+                                            top_k, max_ctx, stream);
+        if (e != cudaErrorNotSupported) return e; /* no room for a block */
+    }
     const rows_args a = {list, count, scores, stride, *x, *iq, ik, ik_cols, *r, row0, top_k, 0};
     if (x->type == BGK_F16)
         return x->dim == 128 ? launch_rows<__half, 128>(a, n, max_ctx, n_sms, stream)

@@ -410,7 +410,7 @@ __device__ void select_keys(int32_t *list, select_room &room, F score, int n, in
                             float v[AHEAD];
 #pragma unroll
                             for (int k = 0; k < AHEAD; k++)
-                                v[k] = score(min(at + 32 * k + lane, n - 1));
+                                v[k] = score(min(at + 32 * k + lane, end - 1));
 #pragma unroll
                             for (int k = 0; k < AHEAD; k++) {
                                 const int i = at + 32 * k + lane;
@@ -423,6 +423,7 @@ __device__ void select_keys(int32_t *list, select_room &room, F score, int n, in
     int before = 0, mine = 0;
     if constexpr (std::is_pointer<K>::value) { /* a warp's keys from `begin` on, then to the list */
         choose([&](int i, unsigned all) {
+            __syncwarp(); /* all have read what is written over */
             if (all >> lane & 1) kept[begin + mine + __popc(all & before_me)] = i;
             mine += __popc(all);
         });

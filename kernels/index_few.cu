@@ -186,9 +186,13 @@ template <typename T, int DIM>
 cudaError_t launch(const few_args &a, int n, int blocks, cudaStream_t stream)
 {
     constexpr int MOST_BYTES = (MOST_HEADS + PER_BLOCK) * DIM * 2 + BGK_INDEX_FEW_KEYS * 4;
-    static const cudaError_t ready = cudaFuncSetAttribute(
-        index_few<T, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
-    if (ready != cudaSuccess) return ready;
+    static const bool ready = [] {
+        const cudaError_t e = cudaFuncSetAttribute(
+            index_few<T, DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES);
+        cudaGetLastError(); /* a no is none of the next launch's */
+        return e == cudaSuccess;
+    }();
+    if (!ready) return cudaErrorNotSupported;
     return launch_after(index_few<T, DIM>, dim3((unsigned)blocks, (unsigned)n), THREADS,
                         (size_t)(a.x.n_heads + PER_BLOCK) * DIM * 2 + (size_t)a.room * 4, stream,
                         a);

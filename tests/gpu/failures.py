@@ -288,6 +288,31 @@ def case_families_alone():
     return f"{len(FAMILIES)} families"
 
 
+def case_indexer():
+    """An indexer as wide as GLM-5's kernels want it, and more keys than it chooses: a record has the same bytes alone,
+    where kernels of few rows overlap, and with others, as a graph and eager, and with every op's output checked."""
+    bad = []
+    inp = write_lines(f"{DIR}/indexer.jsonl",
+                      [{"id": str(i), "prompt": " ".join(f"word{(i * 7 + k * k) % 90}" for k in range(20 + 13 * i)),
+                        "max_tokens": 24} for i in range(10)])
+    ends = ["--ignore-eos"]
+    for mix in ("q8_0", "ud_q4_k"):
+        model = f"{DIR}/indexer.{mix}.gguf"
+        make_model(model, "tiny-glm-dsa", mix)
+        whole = Run(f"indexer.{mix}.whole", inp, *ends, model=model).good()
+        for name, args in (("one", ["--max-num-seqs", 1]), ("two", ["--max-num-seqs", 2]), ("four", ["--max-num-seqs", 4]),
+                           ("eager", ["--eager", "--max-num-seqs", 1]), ("check", ["--check", "--eager"]),
+                           ("pieces", ["--max-num-batched-tokens", 16, "--no-prefix-cache"])):
+            r = Run(f"indexer.{mix}.{name}", inp, *ends, *args, model=model).good()
+            if digest(r.out) != digest(whole.out):
+                bad.append(f"{mix}: another output, {name}")
+        exact = Run(f"indexer.{mix}.f32", inp, *ends, "--compute", "f32", model=model).good()
+        cpu = Run(f"indexer.{mix}.cpu", inp, *ends, "--compute", "f32", model=model, device="cpu").good()
+        if same_share(exact, cpu) < 0.85:
+            bad.append(f"{mix}: float32 gives {same_share(exact, cpu):.0%} of the CPU's texts")
+    must(not bad, "; ".join(bad))
+
+
 def case_families_tp2():
     return families(2, SHORT if N_GPUS > 1 else FEW)
 

@@ -48,35 +48,36 @@ static bool is_named(const bg_linear_spec *s, const char *end)
     return n >= k && strcmp(s->name + n - k, end) == 0;
 }
 
+/* Parts `first` and the one behind it. */
 static bg_status swapped_parts(bg_backend *b, bg_linear **l, const bg_linear_spec *spec,
-                               const char *name, bg_error *err)
+                               const char *name, int first, bg_error *err)
 {
     bg_linear_spec s = *spec;
-    if (is_named(spec, name)) {
-        s.parts[0] = spec->parts[1];
-        s.parts[1] = spec->parts[0];
+    if (is_named(spec, name) && first + 1 < spec->n_parts) {
+        s.parts[first] = spec->parts[first + 1];
+        s.parts[first + 1] = spec->parts[first];
     }
     return t.real->linear_new(b, l, &s, err);
 }
 
 static bg_status swap_qkv_a(bg_backend *b, bg_linear **l, const bg_linear_spec *s, bg_error *err)
 {
-    return swapped_parts(b, l, s, "attn_qkv_a", err);
+    return swapped_parts(b, l, s, "attn_qkv_a", 0, err);
 }
 
 static bg_status swap_q_k(bg_backend *b, bg_linear **l, const bg_linear_spec *s, bg_error *err)
 {
-    return swapped_parts(b, l, s, "attn_qkv", err);
+    return swapped_parts(b, l, s, "attn_qkv", 0, err);
 }
 
-static bg_status swap_k_proj(bg_backend *b, bg_linear **l, const bg_linear_spec *s, bg_error *err)
+static bg_status swap_index_k(bg_backend *b, bg_linear **l, const bg_linear_spec *s, bg_error *err)
 {
-    return swapped_parts(b, l, s, "indexer.k_proj", err);
+    return swapped_parts(b, l, s, "attn_qkv_a", 2, err);
 }
 
 static bg_status swap_gate_up(bg_backend *b, bg_linear **l, const bg_linear_spec *s, bg_error *err)
 {
-    return swapped_parts(b, l, s, "ffn_gate_up", err);
+    return swapped_parts(b, l, s, "ffn_gate_up", 0, err);
 }
 
 /* Two ranks: each takes the first or the last of what there is. */
@@ -161,9 +162,9 @@ static void do_swap_q_k(bg_ops *o)
 {
     o->linear_new = swap_q_k;
 }
-static void do_swap_k_proj(bg_ops *o)
+static void do_swap_index_k(bg_ops *o)
 {
-    o->linear_new = swap_k_proj;
+    o->linear_new = swap_index_k;
 }
 static void do_swap_gate_up(bg_ops *o)
 {
@@ -318,7 +319,7 @@ static const mutation wrong[] = {
     {"gate and up of a dense layer swapped", DSV3, 1, do_swap_gate_up, 0, NULL},
     {"gate and up of experts swapped", MOE, 1, do_swap_expert_halves, 0, NULL},
     {"gate and up of shared experts swapped", GLM, 1, do_swap_shared_halves, 0, NULL},
-    {"the indexer's key and weights swapped", DSA, 1, do_swap_k_proj, 0, NULL},
+    {"the indexer's key and weights swapped", DSA, 1, do_swap_index_k, 0, NULL},
     {"columns of attn_output permuted", GLM, 2, do_permute_o, 0, NULL},
     {"columns of experts permuted", MOE, 2, do_permute_experts, 0, NULL},
     {"heads of v_b permuted", DSA, 2, do_permute_v_b, 0, NULL},

@@ -23,7 +23,7 @@ __host__ __device__ constexpr int warps_of(int parts)
     return parts == 4 ? 4 : 2;
 }
 
-/* IDLE: with a rehearsal. */
+/* IDLE: with a rehearsal. EARLY: as the head says. */
 enum start { ORDINARY, IDLE, EARLY };
 
 template <unsigned FORMATS, int PARTS, start START>

@@ -6,7 +6,7 @@
  * Launch: store: a block a row. scores: rows in y, blocks in x that take 256 keys (32 a warp) by
  * turns; the rest leaves at once. select: a block a row. rows, all three in one: a cluster a row,
  * whose blocks take 32 keys a warp by turns and give scores to the first one, which selects.
- * Graph-capturable, may start early.
+ * Graph-capturable, may start early. (Few rows of few keys: index_few.cu.)
  *
  * Order: a score is, for each lane's heads in order, a chain of weight * relu(q . k), then lanes';
  * q . k on tensor cores in steps of 16 of a fixed order of the dims. Set by n_heads and dim alone.

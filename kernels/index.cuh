@@ -13,36 +13,6 @@ namespace
 
 constexpr int MOST = 128;
 
-__device__ float wide(float v)
-{
-    return v;
-}
-
-__device__ float wide(__half v)
-{
-    return __half2float(v);
-}
-
-__device__ float wide(__nv_bfloat16 v)
-{
-    return __bfloat162float(v);
-}
-
-__device__ void narrow(float *to, float v)
-{
-    *to = v;
-}
-
-__device__ void narrow(__half *to, float v)
-{
-    *to = tile_half(v);
-}
-
-__device__ void narrow(__nv_bfloat16 *to, float v)
-{
-    *to = __float2bfloat16_rn(v);
-}
-
 template <typename T> __device__ T *key_of(const bgk_index &x, const int32_t *table, int pos)
 {
     const int64_t block = (int64_t)x.layer * x.n_blocks + table[pos / x.block_tokens];

@@ -4,7 +4,12 @@
  * so every such kernel calls ptx_wait_prior() before it reads or writes anything that an earlier
  * kernel writes or reads (before that: only its own shared memory, and constants such as weights;
  * what a rehearsal reads, see below, counts for nothing and must not stay in L1).
- * Its end implies the end of all before it. On devices before Hopper it is an ordinary launch. */
+ * Its end implies the end of all before it. On devices before Hopper it is an ordinary launch.
+ *
+ * Three go further, of few rows with an indexer, by what the kernel before promises. index.cu and
+ * index_few.cu let the next start once they have waited: then all before them is done, and few.cu's
+ * early products read it, and write what nobody reads, without waiting. These let the next start
+ * when their results are there: attention to lists reads those, past L1, before it waits. */
 #ifndef BGK_LAUNCH_CUH
 #define BGK_LAUNCH_CUH
 

@@ -25,6 +25,37 @@ __device__ inline uint32_t mla_piece(int block_tokens, int token, int piece)
     return (uint32_t)((piece / 8 * block_tokens + token) * 128 + ((piece % 8) ^ (token & 7)) * 16);
 }
 
+/* Between floats and what a cache has. */
+__device__ inline float wide(float v)
+{
+    return v;
+}
+
+__device__ inline float wide(__half v)
+{
+    return __half2float(v);
+}
+
+__device__ inline float wide(__nv_bfloat16 v)
+{
+    return __bfloat162float(v);
+}
+
+__device__ inline void narrow(float *to, float v)
+{
+    *to = v;
+}
+
+__device__ inline void narrow(__half *to, float v)
+{
+    *to = tile_half(v);
+}
+
+__device__ inline void narrow(__nv_bfloat16 *to, float v)
+{
+    *to = __float2bfloat16_rn(v);
+}
+
 __device__ inline float mla_value(const bgk_out &x, int row, int col)
 {
     switch (x.layout) {

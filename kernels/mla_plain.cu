@@ -25,21 +25,6 @@ struct plain_args {
     int64_t block_bytes;
 };
 
-__device__ float wide(float v)
-{
-    return v;
-}
-
-__device__ float wide(__half v)
-{
-    return __half2float(v);
-}
-
-__device__ float wide(__nv_bfloat16 v)
-{
-    return __bfloat162float(v);
-}
-
 /* A key's row; value i of it. */
 template <typename T> struct latent_row {
     const T *block;

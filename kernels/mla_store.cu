@@ -32,21 +32,6 @@ struct store_args {
     int64_t block_bytes;
 };
 
-__device__ void narrow(float *to, float v)
-{
-    *to = v;
-}
-
-__device__ void narrow(__half *to, float v)
-{
-    *to = tile_half(v);
-}
-
-__device__ void narrow(__nv_bfloat16 *to, float v)
-{
-    *to = __float2bfloat16_rn(v);
-}
-
 __device__ float squares(float sum, float4 v)
 {
     return __fmaf_rn(v.x, v.x, __fmaf_rn(v.y, v.y, __fmaf_rn(v.z, v.z, __fmaf_rn(v.w, v.w, sum))));

@@ -65,11 +65,18 @@ static double silu(double v)
     return v / (1 + exp(-v));
 }
 
-/* After the shapes BGK_8W once more, with a rehearsal. */
-static bgk_shape shape_of(bgk_weights *w, int i)
+enum { REHEARSED = BGK_SHAPES, EARLY, WAYS }; /* BGK_8W once more, and the product that is early */
+
+static cudaError_t multiply(int way, const bgk_out *out, bgk_weights *w, const void *x,
+                            int64_t x_stride, int tokens)
 {
-    w->idle = i == BGK_SHAPES;
-    return i < BGK_SHAPES ? (bgk_shape)i : BGK_8W;
+    w->idle = way == REHEARSED;
+    if (way == EARLY) {
+        const cudaError_t e = bgk_matmul_early(out, w, x, x_stride, tokens, BGK_SILU, 0);
+        if (e != cudaErrorNotSupported) return e;
+    }
+    return bgk_matmul_as(out, w, x, x_stride, tokens, BGK_SILU,
+                         way < BGK_SHAPES ? (bgk_shape)way : BGK_8W, 0);
 }
 
 /* Runs p with each shape; all must agree bit for bit, and with float64. */
@@ -117,12 +124,11 @@ static void check(const problem *p)
         }
     }
     void *first = NULL;
-    for (int shape = 0; shape <= BGK_SHAPES; shape++) {
+    for (int shape = 0; shape < WAYS; shape++) {
         void *out = poisoned(out_bytes + GUARD);
         const bgk_out o = {out, p->glu ? BGK_TILES : BGK_ROWS,
                            (int64_t)(p->glu ? stride : out_cols)};
-        CU(bgk_matmul_as(&o, &d.w, dx, (int64_t)stride, p->tokens, BGK_SILU, shape_of(&d.w, shape),
-                         0));
+        CU(multiply(shape, &o, &d.w, dx, (int64_t)stride, p->tokens));
         unsigned char *got = from_device(out, out_bytes + GUARD);
         cudaFree(out);
         cr_expect(all_poison(got + out_bytes, GUARD), "wrote past the end");
@@ -262,10 +268,10 @@ Test(matmul, mixed_formats)
                      .splits = 1,
                      .formats = (1u << BGK_FORMATS) - 1};
     for (int splits = 1; splits <= 2; splits++)
-        for (int shape = 0; shape <= BGK_SHAPES; shape++) {
+        for (int shape = 0; shape < WAYS; shape++) {
             w.splits = splits;
             const bgk_out o = {poisoned((size_t)n * (size_t)out0 * 4), BGK_ROWS, out0};
-            CU(bgk_matmul_as(&o, &w, dx, 256, n, BGK_SILU, shape_of(&w, shape), 0));
+            CU(multiply(shape, &o, &w, dx, 256, n));
             float *got = from_device(o.data, (size_t)n * (size_t)out0 * 4);
             double worst_err = 0;
             for (int f = 0, base = 0; f < BGK_FORMATS; base += rows[f++])
@@ -363,11 +369,10 @@ static void check_blocks(const blocks *b)
             scale[j * cols + c] = m;
         }
     unsigned char *first = NULL;
-    for (int shape = 0; shape <= BGK_SHAPES; shape++) {
+    for (int shape = 0; shape < WAYS; shape++) {
         void *out = poisoned(values * each + GUARD);
         const bgk_out o = {out, b->layout, (int64_t)stride};
-        CU(bgk_matmul_as(&o, &w, dx, (int64_t)x_stride, b->tokens, BGK_SILU, shape_of(&w, shape),
-                         0));
+        CU(multiply(shape, &o, &w, dx, (int64_t)x_stride, b->tokens));
         unsigned char *got = from_device(out, values * each + GUARD);
         cudaFree(out);
         cr_expect(all_poison(got + values * each, GUARD), "wrote past the end");

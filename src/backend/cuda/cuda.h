@@ -161,7 +161,7 @@ typedef struct bg_cuda {
         int32_t *list;   /* [max_tokens, top_k] */
         int32_t *count;  /* [max_tokens] */
         float *scores;   /* of a slice of rows; NULL: no row sees more than top_k keys */
-        uint32_t *words; /* of few rows, 0 between their uses */
+        uint32_t *words; /* of few rows, 0 between their uses; NULL: contexts are too long */
         void *q;         /* [max_tokens, n_heads * dim] */
         float *w;        /* [max_tokens, n_heads] */
     } index;

@@ -42,7 +42,8 @@ static bg_status index_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err)
                           (size_t)slice_rows(c) * (size_t)c->config.max_ctx * sizeof *x->scores,
                           "indexer", err);
     const size_t words = (size_t)BGK_INDEX_FEW * BGK_INDEX_FEW_KEYS * sizeof *x->words;
-    if (!st) st = bg_cuda_take(c, &x->words, words, "indexer", err);
+    if (st || !bgk_index_few_fits(1, c->config.max_ctx, c->att.n_sms)) return st;
+    st = bg_cuda_take(c, &x->words, words, "indexer", err);
     if (!st) st = bg_cuda_done(err, cudaMemsetAsync(x->words, 0, words, c->stream), "indexer");
     return st;
 }
@@ -168,21 +169,19 @@ bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, 
 {
     bg_cuda *c = (bg_cuda *)b;
     const int n = c->s.n_rows;
-    const bool early = c->mla.chooses && c->tiled && k_b->n_rows && k_b->k && !k_b->tiles.n_ff;
     q_lat->layout = c->tiled ? BGK_HALF_ROWS : BGK_ROWS;
     const bgk_out out = bg_cuda_out(q_lat), in = bg_cuda_out(q);
+    if (!c->mla.chooses || !k_b->n_rows || !k_b->k || in.layout != BGK_TILES)
+        return bg_cuda_linear(b, q_lat, k_b, q, n, err);
     bg_status st = bg_cuda_fits(q_lat, n, k_b->n_rows, "mla_query", err);
     if (!st) st = bg_cuda_fits(q, n, k_b->n_in, "mla_query", err);
-    if (!st && early && in.layout == BGK_TILES) {
-        const cudaError_t e =
-            bgk_matmul_early(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, c->stream);
-        if (e != cudaErrorNotSupported) {
-            c->mla.chooses = false;
-            c->mla.early = e == cudaSuccess;
-            return bg_cuda_done(err, e, k_b->name);
-        }
-    }
-    return st ? st : bg_cuda_linear(b, q_lat, k_b, q, n, err);
+    if (st) return st;
+    const cudaError_t e =
+        bgk_matmul_early(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, c->stream);
+    if (e == cudaErrorNotSupported) return bg_cuda_linear(b, q_lat, k_b, q, n, err);
+    bg_cuda_forget(c);
+    c->mla.early = e == cudaSuccess;
+    return bg_cuda_done(err, e, k_b->name);
 }
 
 /* Whether some row of the step may see fewer keys than there are. */

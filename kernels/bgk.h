@@ -179,8 +179,18 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens);
 cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                           int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream);
 
-/* The same beside the last kernel launched, which must let others start no sooner than x is there;
- * what comes after it comes after both, and when it starts the results are there.
+/* When a product is at work. WAITS: after the kernel before, as every kernel. HOLDS: so too, and
+ * the next kernel may start once x, and all that came before, is there. BESIDE: beside the last
+ * kernel launched, which must let others start no sooner than x is there; what comes after it comes
+ * after both. */
+typedef enum bgk_start { BGK_WAITS, BGK_HOLDS, BGK_BESIDE } bgk_start;
+
+/* The same; cudaErrorNotSupported: BGK_8W does nothing but wait. */
+cudaError_t bgk_matmul_start(const bgk_out *out, const bgk_weights *w, const void *x,
+                             int64_t x_stride, int tokens, bgk_act fn, bgk_start start,
+                             cudaStream_t stream);
+
+/* As BGK_BESIDE, for BGK_8W alone: when the next kernel starts the results are there.
  * cudaErrorNotSupported: not of so many tokens. */
 cudaError_t bgk_matmul_early(const bgk_out *out, const bgk_weights *w, const void *x,
                              int64_t x_stride, int tokens, bgk_act fn, cudaStream_t stream);

@@ -92,24 +92,6 @@ __device__ int first_tile(const few_args &a, int n_items, int r, int n)
     return front + (int)((at - size + a.bytes[0] - 1) / a.bytes[0]);
 }
 
-/* createpolicy: what is read by it leaves L2 before all else. */
-__device__ uint64_t policy_first_out()
-{
-    uint64_t p;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
-    return p;
-}
-
-/* cp.async.bulk with a policy. */
-__device__ void bulk_copy_by(uint64_t policy, uint32_t to, const void *from, uint32_t bytes,
-                             uint32_t bar)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(bar), "l"(policy)
-                 : "memory");
-}
-
 /* acc[h][j] += 16 rows, those of threads t + 32 j of a tile, by tokens 8 h to 8 h + 7, over n
  * chunks; h < HALVES. w: chunks, x: N rows of 128 bytes a chunk, in shared memory. */
 template <bgk_format F, int N, int SLICES, int HALVES>
@@ -234,7 +216,6 @@ __global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
     const int n_rings = a.rings * (int)gridDim.x, own = ring * (int)gridDim.x + (int)blockIdx.x;
     const int edge = first_tile(a, __ldcg(a.n_items), own + lane % 2, n_rings);
     const int begin = __shfl_sync(~0u, edge, 0), end = __shfl_sync(~0u, edge, 1);
-    const uint64_t policy = policy_first_out();
 
     walk ahead, now; /* what is brought, and what is multiplied */
     now.begin(a, min(begin, max(end - 1, 0)));
@@ -255,7 +236,7 @@ __global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
             if (other) /* of all tokens: others read it too */
                 ptx_bulk_copy(to, from, count * bytes, bar);
             else
-                bulk_copy_by(policy, to, from, count * bytes, bar);
+                ptx_bulk_copy_once(to, from, count * bytes, bar);
             if (last) {
                 ptx_bulk_copy(to + STAGE_SCALES, a.row_scale + row * 64, 256, bar);
                 if (a.bias) ptx_bulk_copy(to + STAGE_BIAS, a.bias + row * 64, 256, bar);

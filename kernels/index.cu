@@ -80,14 +80,15 @@ struct score_args {
     int row0, top_k;
 };
 
-/* A chunk's keys: k[j] is part t of key 8 j + g. left: how many there are, others are 0; slot: of
- * key `lane`. All lanes. */
-template <typename T, int DIM>
-__device__ void load_keys(uint4 (&k)[4][DIM / 32], const T *keys, int slot, int left, int lane)
+/* Keys of a chunk from key0 on: k[j] is part t of key key0 + 8 j + g. left: how many there are in
+ * the chunk, others are 0; slot: of key `lane` of it. All lanes. */
+template <typename T, int DIM, int J>
+__device__ void load_keys(uint4 (&k)[J][DIM / 32], const T *keys, int slot, int left, int key0,
+                          int lane)
 {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const int key = 8 * j + lane / 4, at = __shfl_sync(0xffffffffu, slot, key);
+    for (int j = 0; j < J; j++) {
+        const int key = key0 + 8 * j + lane / 4, at = __shfl_sync(0xffffffffu, slot, key);
         const uint4 *from = (const uint4 *)(keys + (int64_t)at * DIM) + lane % 4;
 #pragma unroll
         for (int s = 0; s < DIM / 32; s++)
@@ -116,7 +117,7 @@ template <typename T, int DIM> __global__ void __launch_bounds__(BLOCK) index_sc
          key0 += gridDim.x * WARPS * CHUNK) {
         uint4 k[4][DIM / 32];
         const int slot = slot_of(x, table, min(key0 + lane, pos)), key = key0 + chunk_key<4>(lane);
-        load_keys<T, DIM>(k, layer_keys<T>(x), slot, n_keys - key0, lane);
+        load_keys<T, DIM>(k, layer_keys<T>(x), slot, n_keys - key0, 0, lane);
         const float score = chunk_score<T, DIM, 4>([&](int j, int s) { return k[j][s]; }, queries,
                                                    weights, x.n_heads, lane);
         if (key < n_keys) a.scores[blockIdx.y * a.stride + key] = score;
@@ -195,8 +196,10 @@ __global__ void __launch_bounds__(32 * SELECT_WARPS) index_select(select_args a)
 
 /* ---- all in one --------------------------------------------------------------------------------
  * For rows whose keys but their own are of earlier steps: those of a warp's first chunk are loaded
- * while the kernel before ends. Chunk c is warp c / n_blocks's of block c % n_blocks. The next
- * kernel may start when this one has waited: what was there by then, it need not wait for. */
+ * while the kernel before ends, and what else a row needs before them, since memory then takes its
+ * time. Chunk c is warp c / n_blocks's of block c % n_blocks; while one half of it is at work, the
+ * other is on its way. The next kernel may start when this one has waited: what was there by then,
+ * it need not wait for. */
 
 constexpr int MOST_CLUSTER = 16, ROOM = 32768; /* scores in shared memory, at most */
 
@@ -242,21 +245,30 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
         return i < pos ? slot_of(x, table, i) : 0;
     };
     int chunk = block + n_blocks * warp, slot = 0;
-    uint4 k[4][DIM / 32];
+    uint4 k[2][2][DIM / 32];
+    static_assert(DIM <= THREADS && MOST / 2 <= THREADS, "a thread each");
+    const bool turns = thread < x.rope.n_rot / 2;
+    float freq = 0, by = 0, add = 0;
+    if (turns) freq = x.rope.freq[thread];
+    if (owner && thread < DIM) {
+        by = x.k_norm[thread];
+        if (x.k_norm_b) add = x.k_norm_b[thread];
+    }
     if (!all) {
         cluster_arrive();
-        load_keys<T, DIM>(k, keys, slot_at(chunk), pos - chunk * CHUNK, lane);
+        const int first = slot_at(chunk);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            load_keys<T, DIM>(k[h], keys, first, pos - chunk * CHUNK, 16 * h, lane);
         slot = slot_at(chunk + step);
         for (int i = thread; i < BINS && block == 0; i += THREADS)
             room.bins[i] = 0;
     }
-    if (owner)
-        for (int i = thread; i < DIM; i += THREADS) {
-            norm[i] = x.k_norm[i];
-            norm[DIM + i] = x.k_norm_b ? x.k_norm_b[i] : 0.0f;
-        }
-    for (int i = thread; i < x.rope.n_rot / 2; i += THREADS)
-        angles[i] = mla_angle(pos, x.rope.freq[i], x.rope.mscale);
+    if (owner && thread < DIM) {
+        norm[thread] = by;
+        norm[DIM + thread] = add;
+    }
+    if (turns) angles[thread] = mla_angle(pos, freq, x.rope.mscale);
     __syncthreads();
     const lane_turn<DIM> turn = turn_of<DIM>(x.rope, angles, lane);
     ptx_wait_prior();
@@ -296,26 +308,29 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     float *to = fits ? cluster.map_shared_rank(scores, 0) : far;
     uint32_t low = 0xffffffffu, high = 0;
     for (; chunk < chunks; chunk += step) {
-        if (chunk == last) {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (8 * j + lane / 4 == pos % CHUNK)
+        for (int h = 0; h < 2; h++) {
+            const int own_key = pos - chunk * CHUNK - 16 * h; /* among these 16 */
+            if (chunk == last) {
 #pragma unroll
-                    for (int s = 0; s < DIM / 32; s++)
-                        k[j][s] = *(const uint4 *)(own + s * 32 + lane % 4 * 8);
+                for (int j = 0; j < 2; j++)
+                    if (8 * j + lane / 4 == own_key)
+#pragma unroll
+                        for (int s = 0; s < DIM / 32; s++)
+                            k[h][j][s] = *(const uint4 *)(own + s * 32 + lane % 4 * 8);
+            }
+            const float score = chunk_score<T, DIM, 2>([&](int j, int s) { return k[h][j][s]; },
+                                                       queries, weights, x.n_heads, lane);
+            const int at = chunk * CHUNK + 16 * h + chunk_key<2>(lane);
+            if (chunk + step < chunks)
+                load_keys<T, DIM>(k[h], keys, slot, pos - (chunk + step) * CHUNK, 16 * h, lane);
+            if (at < n && lane < 16) {
+                to[at] = score;
+                low = min(low, rank_of(score));
+                high = max(high, rank_of(score));
+            }
         }
-        const float score = chunk_score<T, DIM, 4>([&](int j, int s) { return k[j][s]; }, queries,
-                                                   weights, x.n_heads, lane);
-        const int at = chunk * CHUNK + chunk_key<4>(lane);
-        if (chunk + step < chunks) {
-            load_keys<T, DIM>(k, keys, slot, pos - (chunk + step) * CHUNK, lane);
-            slot = slot_at(chunk + 2 * step);
-        }
-        if (at < n) {
-            to[at] = score;
-            low = min(low, rank_of(score));
-            high = max(high, rank_of(score));
-        }
+        slot = slot_at(chunk + 2 * step);
     }
     low = warp_least(low);
     high = warp_most(high);

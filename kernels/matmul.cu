@@ -58,6 +58,10 @@ cudaError_t launch_shape(const args &a, int w_bytes, bgk_shape shape, cudaStream
     case BGK_128X4:
         if (a.splits == 1) return launch<F, 128, 2, TWO, 2, 1, 1, false>(a, w_bytes, stream);
         return launch_in_turn<F, 128, 2, 1>(a, w_bytes, stream);
+    case BGK_64X2C:
+        return launch_exchange<F, 64>(a, w_bytes, stream);
+    case BGK_128X2C:
+        return launch_exchange<F, 128>(a, w_bytes, stream);
     case BGK_128X2:
         return launch_in_turn<F, 128, 2, 1>(a, w_bytes, stream);
     default:
@@ -71,11 +75,11 @@ cudaError_t launch_shape(const args &a, int w_bytes, bgk_shape shape, cudaStream
  * of its blocks. */
 static bgk_shape within(bgk_shape shape, int block_tiles)
 {
-    static const bgk_shape two[BGK_SHAPES] = {BGK_8X1,  BGK_8X2,   BGK_16X1, BGK_16X2,
-                                              BGK_32X1, BGK_32X2,  BGK_64X1, BGK_64X2,
-                                              BGK_64X2, BGK_128X2, BGK_128X2};
-    static const bgk_shape one[BGK_SHAPES] = {BGK_8X1,  BGK_8X1,  BGK_16X1, BGK_16X1,
-                                              BGK_32X1, BGK_32X1, BGK_64X1, BGK_64X1,
+    static const bgk_shape two[BGK_SHAPES] = {BGK_8X1,   BGK_8X2,   BGK_16X1,  BGK_16X2, BGK_32X1,
+                                              BGK_32X2,  BGK_64X1,  BGK_64X2,  BGK_64X2, BGK_128X2,
+                                              BGK_128X2, BGK_64X2C, BGK_128X2C};
+    static const bgk_shape one[BGK_SHAPES] = {BGK_8X1,  BGK_8X1,  BGK_16X1, BGK_16X1, BGK_32X1,
+                                              BGK_32X1, BGK_64X1, BGK_64X1, BGK_64X1, BGK_64X1,
                                               BGK_64X1, BGK_64X1, BGK_64X1};
     if (block_tiles % 4 == 0) return shape;
     return block_tiles % 2 ? one[shape] : two[shape];
@@ -93,8 +97,9 @@ static bool bad_matmul(const bgk_out *out, const bgk_weights *w, const void *x, 
            w->block_tiles < 0 || (w->block_tiles && w->n_tiles % w->block_tiles);
 }
 
-cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
-                          int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream)
+static cudaError_t multiply_in(const bgk_out *out, const bgk_weights *w, const void *x,
+                               int64_t x_stride, int tokens, bgk_act fn, bgk_shape shape,
+                               bgk_start start, cudaStream_t stream)
 {
     if (bad_matmul(out, w, x, x_stride, tokens) || (unsigned)shape >= BGK_SHAPES)
         return cudaErrorInvalidValue;
@@ -102,13 +107,21 @@ cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *
     if (!tokens) return cudaSuccess;
     const int w_bytes = largest_chunk(w->formats);
     if (shape == BGK_8W && bgk_few_fits(w, tokens))
-        return bgk_few(out, w, x, x_stride, tokens, fn, stream);
+        return start == BGK_WAITS ? bgk_few(out, w, x, x_stride, tokens, fn, stream)
+                                  : cudaErrorNotSupported;
     shape = within(shape == BGK_8W ? BGK_8X1 : shape, w->block_tiles);
-    const args a = args_of(out, w, x, x_stride, tokens, fn);
+    args a = args_of(out, w, x, x_stride, tokens, fn);
+    a.start = start;
     /* Q4_K comes with Q6_K. */
     return by_formats<W4, W5, W6, W8, W16, W4 | W6, W8 | W16>(w->formats, [&](auto f) {
         return launch_shape<decltype(f)::value>(a, w_bytes, shape, stream);
     });
+}
+
+cudaError_t bgk_matmul_as(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
+                          int tokens, bgk_act fn, bgk_shape shape, cudaStream_t stream)
+{
+    return multiply_in(out, w, x, x_stride, tokens, fn, shape, BGK_WAITS, stream);
 }
 
 static int rounds(int blocks, int at_a_time)
@@ -142,6 +155,11 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
      * Q4_K 8.5 us against 10.0, [4096, 14336] 27.0 against 35.3, [2624, 6144] Q8_0 12.1
      * against 13.5. */
     if (tokens <= 64 && 2 * w->n_tiles <= sm_count()) return BGK_32X1;
+    if (w->splits > 1 && tokens > 64) {
+        const int pairs = (w->n_tiles + 1) / 2 * w->splits;
+        if (pairs * ((tokens + 63) / 64) <= sm_count()) return BGK_64X2C;
+        if (pairs * ((tokens + 127) / 128) <= sm_count()) return BGK_128X2C;
+    }
     if (w->splits > 1 && blocks <= sm_count()) return BGK_64X1; /* parts side by side */
     if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
     const int small = rounds(blocks, 2 * sm_count());
@@ -156,10 +174,17 @@ bgk_shape bgk_matmul_shape(const bgk_weights *w, int tokens)
     return picked ? (bgk_shape)(picked - 1) : choose(w, tokens);
 }
 
+cudaError_t bgk_matmul_start(const bgk_out *out, const bgk_weights *w, const void *x,
+                             int64_t x_stride, int tokens, bgk_act fn, bgk_start start,
+                             cudaStream_t stream)
+{
+    return multiply_in(out, w, x, x_stride, tokens, fn, bgk_matmul_shape(w, tokens), start, stream);
+}
+
 cudaError_t bgk_matmul(const bgk_out *out, const bgk_weights *w, const void *x, int64_t x_stride,
                        int tokens, bgk_act fn, cudaStream_t stream)
 {
-    return bgk_matmul_as(out, w, x, x_stride, tokens, fn, bgk_matmul_shape(w, tokens), stream);
+    return bgk_matmul_start(out, w, x, x_stride, tokens, fn, BGK_WAITS, stream);
 }
 
 cudaError_t bgk_matmul_early(const bgk_out *out, const bgk_weights *w, const void *x,

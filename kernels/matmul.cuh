@@ -47,6 +47,7 @@ struct args {
     int64_t h_stride;
     const char *stack[2]; /* tiles of experts [0, n_first), and of the others */
     int stack_format[2], n_first;
+    bgk_start start;
     bool idle;      /* few.cu: there is time for a rehearsal */
     bool second;    /* x is what the first product wrote: its rows are the items' out rows */
     bool list_done; /* by the kernel before the one before: the list may be read at once */
@@ -566,9 +567,21 @@ __device__ uint32_t limited_pair(float a, float b)
     return *(const uint32_t *)&v;
 }
 
-/* A whole tile to BGK_HALF_ROWS by way of `stage`, N rows of 128 bytes, whose pieces of 16 lie as
- * those of BGK_TILES: so that a token's 64 values are written as one line. barrier: the
- * warpgroup's. */
+/* Of a row of `stage` the piece `piece` of BGK_TILES: columns 4 piece + {0..3} and those behind 32,
+ * by turns. row: its address, token: its number. */
+__device__ inline uint4 tile_piece_of(uint32_t row, int token, int piece)
+{
+    auto four = [&](int col) {
+        return shared8(row + ((col / 8 ^ (token & 7)) << 4) + col % 8 * 2);
+    };
+    const uint2 lo = four(4 * piece), hi = four(32 + 4 * piece);
+    return uint4{__byte_perm(lo.x, hi.x, 0x5410), __byte_perm(lo.x, hi.x, 0x7632),
+                 __byte_perm(lo.y, hi.y, 0x5410), __byte_perm(lo.y, hi.y, 0x7632)};
+}
+
+/* A whole tile to BGK_HALF_ROWS, or as a whole group of BGK_TILES, by way of `stage`, N rows of 128
+ * bytes, whose pieces of 16 lie as those of BGK_TILES: so that a token's 64 values are written as
+ * one line. barrier: the warpgroup's. */
 template <int N>
 __device__ __forceinline__ void write_lines(const float (&acc)[N / 2], const args &a, const rows &r,
                                             uint32_t stage, int barrier, int t0, int end, int t)
@@ -588,13 +601,24 @@ __device__ __forceinline__ void write_lines(const float (&acc)[N / 2], const arg
     }
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
     const int piece = t % 8;
-    __half *out = (__half *)a.out + r.out0 + 8 * piece;
+    __half *out = (__half *)a.out;
+    if (a.layout == BGK_TILES) {
+        out += tile_piece(a.out_stride, t0 + t / 8, r.out0 / 64, piece);
 #pragma unroll
-    for (int i = 0; i < N / 16; i++) {
-        const int token = t / 8 + 16 * i;
-        if (t0 + token < end)
-            *(uint4 *)(out + (t0 + token) * a.out_stride) =
-                shared16(stage + token * 128 + ((piece ^ (token & 7)) << 4));
+        for (int i = 0; i < N / 16; i++) {
+            const int token = t / 8 + 16 * i;
+            if (t0 + token < end)
+                *(uint4 *)(out + 16 * 64 * i) = tile_piece_of(stage + token * 128, token, piece);
+        }
+    } else {
+        out += r.out0 + 8 * piece;
+#pragma unroll
+        for (int i = 0; i < N / 16; i++) {
+            const int token = t / 8 + 16 * i;
+            if (t0 + token < end)
+                *(uint4 *)(out + (t0 + token) * a.out_stride) =
+                    shared16(stage + token * 128 + ((piece ^ (token & 7)) << 4));
+        }
     }
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); /* before it is written again */
 }
@@ -686,7 +710,8 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
     const source begin = s;
     for (int at = 0; at < ahead; at++, advance())
         weights(r.full + 8 * at, r.data + at * a.stage_bytes);
-    ptx_wait_prior();
+    if (a.start != BGK_BESIDE) ptx_wait_prior();
+    if (a.start == BGK_HOLDS) ptx_let_next_start();
     s = begin;
     for (int at = 0; at < ahead; at++, advance())
         tokens(r.full + 8 * at, r.data + at * a.stage_bytes);
@@ -697,6 +722,7 @@ __device__ void bring(const args &a, ring r, int first_chunk, int n, int i0, int
         tokens(r.full + 8 * r.stage, r.data + r.stage * a.stage_bytes);
         r.next(a.stages);
     }
+    if (a.start == BGK_BESIDE && !blockIdx.x) ptx_wait_prior(); /* the end is that of all before */
 }
 
 /* A warpgroup brings and n of them multiply; it gives them the registers it does not need. */
@@ -769,11 +795,60 @@ __device__ inline float shared_float(uint32_t at)
     return v;
 }
 
+/* Each of a cluster's C blocks has one part of K for N tokens, and gets all parts, summed in their
+ * order, of the N / C tokens that are its share: sum. All rings have come to their end: room, the
+ * same in all blocks, is where shares are sent. thread: among WGS warpgroups, which all call. */
+template <int N, int WGS, int C>
+__device__ __forceinline__ void exchange_parts(float (&sum)[N / 2 / C], const float (&acc)[N / 2],
+                                               uint32_t room, int part, int thread)
+{
+    constexpr int OWN = N / 2 / C, QUADS = OWN / 4, STEP = WGS * 128 * 16;
+    float own[OWN];
+    cluster_arrive(); /* nobody reads stages any more */
+    cluster_wait();
+#pragma unroll
+    for (int to = 0; to < C; to++) {
+        if (to == part) {
+#pragma unroll
+            for (int k = 0; k < OWN; k++)
+                own[k] = acc[to * OWN + k];
+            continue;
+        }
+        const uint32_t there = cluster_map(
+            room + 16 * thread + (part - (part > to ? 1 : 0)) * QUADS * STEP, (uint32_t)to);
+#pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            cluster_put(there + k * STEP,
+                        make_float4(acc[to * OWN + 4 * k], acc[to * OWN + 4 * k + 1],
+                                    acc[to * OWN + 4 * k + 2], acc[to * OWN + 4 * k + 3]));
+    }
+    cluster_arrive_release();
+    cluster_wait();
+#pragma unroll
+    for (int k = 0; k < OWN; k++)
+        sum[k] = 0.0f;
+#pragma unroll
+    for (int from = 0; from < C; from++) {
+        const bool mine = from == part;
+        const uint32_t at = room + 16 * thread + (from - (from > part ? 1 : 0)) * QUADS * STEP;
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) {
+            const uint4 v = mine ? uint4{} : shared16(at + k * STEP);
+            sum[4 * k] += mine ? own[4 * k] : __uint_as_float(v.x);
+            sum[4 * k + 1] += mine ? own[4 * k + 1] : __uint_as_float(v.y);
+            sum[4 * k + 2] += mine ? own[4 * k + 2] : __uint_as_float(v.z);
+            sum[4 * k + 3] += mine ? own[4 * k + 3] : __uint_as_float(v.w);
+        }
+    }
+}
+
 /* PARTS: sides of a block, of WGS warpgroups each, which share the parts of K out among them;
- * SPREAD: a cluster has one place, and each block is a side. IN_TURN (and SPREAD): a side takes
+ * SPREAD: a cluster has one place, and each block is a side; 1: the first sums up, as many as
+ * a.cluster says; 2, 4: so many blocks, each a part, each sums up a share of the tokens
+ * (exchange_parts()). IN_TURN (and SPREAD 1): a side takes
  * several parts, one after another; else it has one. */
 template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
-          bool GROUPED = false, bool SPREAD = false>
+          bool GROUPED = false, int SPREAD = 0>
 __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
     matmul(const __grid_constant__ args a)
 {
@@ -797,10 +872,10 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
         mbar_init_fence();
     }
     __syncthreads();
-    if (SPREAD) cluster_arrive(); /* sums may be written once all blocks are there */
+    if (SPREAD == 1) cluster_arrive(); /* sums may be written once all blocks are there */
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (GROUPED && !a.list_done) ptx_wait_prior();
-    ptx_let_next_start();
+    if (a.start != BGK_HOLDS) ptx_let_next_start();
     cursor at = {}, leap = {};
     if constexpr (GROUPED) {
         at = cursor_of(a, blockIdx.x);
@@ -841,7 +916,15 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
 #pragma unroll
         for (int k = 0; k < RB * N / 2; k++)
             acc[k / (N / 2)][k % (N / 2)] = 0.0f;
-        if constexpr (IN_TURN || SPREAD || PARTS > 1) {
+        if constexpr (SPREAD > 1) {
+            static_assert(PARTS == 1 && RB == 1 && !GROUPED, "a tile a warpgroup");
+            float sum[N / 2 / SPREAD];
+            multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, format);
+            exchange_parts<N, WGS, SPREAD>(sum, acc[0], data, part, group * 128 + t);
+            if (p.tile + group < a.n_tiles)
+                write<N / SPREAD>(sum, a, to, p.tile + group, p.out + part * (N / SPREAD), p.end,
+                                  t);
+        } else if constexpr (IN_TURN || SPREAD || PARTS > 1) {
             static_assert((PARTS == 1 && !SPREAD) || RB == 1, "one tile a warpgroup");
             static_assert(!SPREAD || (PARTS == 1 && WGS == 1), "a warpgroup a block");
             float sum[RB][N / 2];
@@ -896,16 +979,18 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, format);
         }
 #pragma unroll
-        for (int b = 0; b < RB; b++) {
+        for (int b = 0; b < (SPREAD > 1 ? 0 : RB); b++) {
             const int mine = p.tile + group * RB + b;
             if (mine >= a.n_tiles) break; /* those were read a second time, for nobody */
             if (RB > 1 || GROUPED)
                 to = rows_of<GROUPED>(a, p.first + mine, mine, scale + b * 256, t);
-            if constexpr (GROUPED && N >= 64) {
-                if (a.staged && to.n_rows == 64) {
+            if constexpr (N >= 64 && PARTS == 1) {
+                if (a.staged && to.n_rows == 64 &&
+                    (GROUPED || to.out0 % (a.layout == BGK_TILES ? 64 : 8) == 0)) {
                     write_lines<N>(acc[b], a, to,
-                                   scales + SCALE_SLOTS * TILES * 256 + group * N * 128, 2 + group,
-                                   p.out, p.end, t);
+                                   scales + (GROUPED ? SCALE_SLOTS * TILES * 256 : 0) +
+                                       group * N * 128,
+                                   2 + group, p.out, p.end, t);
                     continue;
                 }
             }
@@ -976,12 +1061,14 @@ inline int sm_count()
 }
 
 template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
-          bool GROUPED = false, bool SPREAD = false>
+          bool GROUPED = false, int SPREAD = 0>
 cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
 {
     constexpr int TILES = WGS * RB;
+    if (SPREAD > 1) a.cluster = SPREAD;
     const int sides = SPREAD ? a.cluster : PARTS;
-    const int sums = (a.splits - a.splits / sides) * WGS * N * 256;
+    /* SPREAD > 1: where stages were */
+    const int sums = SPREAD > 1 ? 0 : (a.splits - a.splits / sides) * WGS * N * 256;
     const int least = sums + (GROUPED ? SCALE_SLOTS * TILES * 256 : 0);
     auto kernel = matmul<F, N, WGS, RB, SC, BLOCKS, PARTS, IN_TURN, GROUPED, SPREAD>;
     static const cudaError_t ready =
@@ -993,8 +1080,8 @@ cudaError_t launch(args a, int w_bytes, cudaStream_t stream)
     auto stages = [&](int shared) {
         return min(MAX_STAGES, (shared - 2048 - rest) / (PARTS * a.stage_bytes));
     };
-    a.staged = GROUPED && N >= 64 && PARTS == 1 && a.layout == BGK_HALF_ROWS &&
-               a.out_stride % 8 == 0 && (uintptr_t)a.out % 16 == 0;
+    a.staged = N >= 64 && PARTS == 1 && !SPREAD && !a.n_ff && (uintptr_t)a.out % 16 == 0 &&
+               (a.layout == BGK_TILES || (a.layout == BGK_HALF_ROWS && a.out_stride % 8 == 0));
     if (a.staged) {
         rest += WGS * N * 128;
         a.staged = stages(MOST_SHARED / BLOCKS) >= 2;
@@ -1040,8 +1127,8 @@ cudaError_t launch_parts(args a, int w_bytes, cudaStream_t stream)
     if constexpr (!GROUPED) {
         a.cluster = cluster_of(a, places, ALONE_BLOCKS);
         if (a.cluster > 1)
-            return launch<F, N, 1, 1, ALONE_SC, ALONE_BLOCKS, 1, false, false, true>(a, w_bytes,
-                                                                                     stream);
+            return launch<F, N, 1, 1, ALONE_SC, ALONE_BLOCKS, 1, false, false, 1>(a, w_bytes,
+                                                                                  stream);
     }
     switch (a.splits) {
     case 1:
@@ -1068,6 +1155,16 @@ cudaError_t launch_in_turn(const args &a, int w_bytes, cudaStream_t stream)
 
 constexpr unsigned W4 = 1u << BGK_W4, W5 = 1u << BGK_W5, W6 = 1u << BGK_W6, W8 = 1u << BGK_W8,
                    W16 = 1u << BGK_W16;
+
+/* A cluster for two tiles of rows, a block for each part of K. */
+template <unsigned F, int N>
+cudaError_t launch_exchange(const args &a, int w_bytes, cudaStream_t stream)
+{
+    constexpr int BLOCKS = N == 64 && single(F) ? 2 : 1;
+    if (a.splits == 4) return launch<F, N, 2, 1, 2, BLOCKS, 1, false, false, 4>(a, w_bytes, stream);
+    if (a.splits == 2) return launch<F, N, 2, 1, 2, BLOCKS, 1, false, false, 2>(a, w_bytes, stream);
+    return launch_in_turn<F, N, 2, 1>(a, w_bytes, stream);
+}
 
 /* f(integral_constant) of that of SETS which `formats` is, or of ALL. */
 template <unsigned... SETS, typename F> cudaError_t by_formats(unsigned formats, F f)

@@ -5,8 +5,9 @@
 
 #include <limits.h>
 
-/* `tokens x (64 rows)`: 8X2 is 8 tokens and 128 rows. 8W: up to 8 tokens, a warp for 16 rows
- * (few.cu); where there are more, or they do not fit, 8X1. */
+/* `tokens x (64 rows)`: 8X2 is 8 tokens and 128 rows. C: a cluster has a block for each of the
+ * parts of K; where there is one, as without. 8W: up to 8 tokens, a warp for 16 rows (few.cu);
+ * where there are more, or they do not fit, 8X1. */
 typedef enum bgk_shape {
     BGK_8X1,
     BGK_8X2,
@@ -19,6 +20,8 @@ typedef enum bgk_shape {
     BGK_64X4,
     BGK_128X2,
     BGK_128X4,
+    BGK_64X2C,
+    BGK_128X2C,
     BGK_8W,
     BGK_SHAPES
 } bgk_shape;

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "ptx.cuh"
+
 __device__ inline uint32_t ptx_shared(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -71,6 +73,16 @@ __device__ inline void ptx_bulk_copy(uint32_t to, const void *from, uint32_t byt
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+/* ptx_bulk_copy() of what nobody reads again before much else was read. */
+__device__ inline void ptx_bulk_copy_once(uint32_t to, const void *from, uint32_t bytes,
+                                          uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar), "l"(PTX_LEAVES_FIRST)
                  : "memory");
 }
 

@@ -65,7 +65,8 @@ static double silu(double v)
     return v / (1 + exp(-v));
 }
 
-enum { REHEARSED = BGK_SHAPES, EARLY, WAYS }; /* BGK_8W once more, and the product that is early */
+/* BGK_8W once more, the product that is early, and two beside each other. */
+enum { REHEARSED = BGK_SHAPES, EARLY, PAIR, WAYS };
 
 static cudaError_t multiply(int way, const bgk_out *out, bgk_weights *w, const void *x,
                             int64_t x_stride, int tokens)
@@ -73,6 +74,12 @@ static cudaError_t multiply(int way, const bgk_out *out, bgk_weights *w, const v
     w->idle = way == REHEARSED;
     if (way == EARLY) {
         const cudaError_t e = bgk_matmul_early(out, w, x, x_stride, tokens, BGK_SILU, 0);
+        if (e != cudaErrorNotSupported) return e;
+    }
+    if (way == PAIR) {
+        cudaError_t e = bgk_matmul_start(out, w, x, x_stride, tokens, BGK_SILU, BGK_HOLDS, 0);
+        if (e == cudaSuccess) /* over what it writes, the same */
+            e = bgk_matmul_start(out, w, x, x_stride, tokens, BGK_SILU, BGK_BESIDE, 0);
         if (e != cudaErrorNotSupported) return e;
     }
     return bgk_matmul_as(out, w, x, x_stride, tokens, BGK_SILU,
@@ -518,9 +525,10 @@ Test(matmul, bench_llama_8b, .timeout = 600)
         {"down/4", BGK_W4, 4096, 14336, 4, false},  {"down6/4", BGK_W6, 4096, 14336, 4, false},
         {"head", BGK_W6, 128256, 4096, 1, false},
     };
-    static const char *const names[BGK_SHAPES] = {"8x1",  "8x2",  "16x1", "16x2",  "32x1",  "32x2",
-                                                  "64x1", "64x2", "64x4", "128x2", "128x4", "8w"};
-    static const int width[BGK_SHAPES] = {8, 8, 16, 16, 32, 32, 64, 64, 64, 128, 128, 8};
+    static const char *const names[BGK_SHAPES] = {"8x1",   "8x2",   "16x1",   "16x2", "32x1",
+                                                  "32x2",  "64x1",  "64x2",   "64x4", "128x2",
+                                                  "128x4", "64x2c", "128x2c", "8w"};
+    static const int width[BGK_SHAPES] = {8, 8, 16, 16, 32, 32, 64, 64, 64, 128, 128, 64, 128, 8};
     static const int counts[] = {1, 8, 16, 32, 64, 128, 256, 512, 4096};
     enum { MOST = 4096, WIDEST = 28672 };
     float *x = random_f32(64 * 256, 7, 1);

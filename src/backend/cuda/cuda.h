@@ -152,8 +152,9 @@ typedef struct bg_cuda {
         bg_mla_in store;
         bgk_product products[BGK_STORE_PRODUCTS];
         int n_products;
-        bool chooses; /* the last kernel is the indexer's: mla_query need not wait for it */
-        bool early;   /* the last kernel is mla_query's, which did not wait */
+        bgk_start start; /* of the next product of what the last mla_store normed */
+        bool chooses;    /* the last kernel is the indexer's: mla_query need not wait for it */
+        bool early;      /* the last kernel is mla_query's, which did not wait */
     } mla;
     struct bg_cuda_index { /* mla.c: the indexer; n_layers 0: none */
         int n_layers, dim, top_k, n_heads;
@@ -298,7 +299,8 @@ void bg_cuda_attention_plan(bg_cuda *c, int32_t *host, int rows, int seqs);
 /* mla.c */
 bg_status bg_cuda_latent_new(bg_cuda *c, const bg_cache_spec *spec, bg_error *err);
 /* Called by every linear. Where mla_store waits and the linear is of what it norms, it waits too
- * (*done); else what waits is done, and the linear is still to be. */
+ * (*done); else what waits is done. Of many rows with an indexer it is two linears that read what
+ * mla_store norms: they are done here (*done), the second beside the first. */
 bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
                              int n_rows, bool *done, bg_error *err);
 /* What waits is done: called by every other op, and at the end of a step. */

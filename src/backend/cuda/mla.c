@@ -130,8 +130,13 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
     if (!st) st = bg_cuda_fits(in, c->s.n_rows, cols, "mla_store", err);
     if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
-    if (!p->q_rank || !c->tiled || b->check || c->s.n_rows > BGK_STORE_LINEAR || !c->s.n_rows)
-        return store(c, qa, in, p, NULL, 0, err);
+    const bool norms = p->q_rank && c->tiled && !b->check && c->s.n_rows;
+    if (!norms || c->s.n_rows > BGK_STORE_LINEAR) {
+        st = store(c, qa, in, p, NULL, 0, err);
+        if (norms && c->index.n_layers) c->mla.start = BGK_HOLDS;
+        c->mla.qa = qa;
+        return st;
+    }
     c->mla.store_waits = true;
     c->mla.qa = qa;
     c->mla.in = in;
@@ -150,6 +155,7 @@ bg_status bg_cuda_flush(bg_cuda *c, bg_error *err)
 void bg_cuda_forget(bg_cuda *c)
 {
     c->mla.store_waits = c->mla.chooses = c->mla.early = false;
+    c->mla.start = BGK_WAITS;
     c->mla.n_products = 0;
 }
 
@@ -159,9 +165,22 @@ bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l,
     *done = c->mla.store_waits && x == c->mla.qa && n_rows == c->s.n_rows && l->n_rows && l->k &&
             c->mla.n_products < BGK_STORE_PRODUCTS &&
             bgk_mla_store_linear_fits(&l->tiles, &c->cache, c->mla.store.q_rank, n_rows);
-    if (!*done) return bg_cuda_flush(c, err);
-    c->mla.products[c->mla.n_products++] = (bgk_product){*out, &l->tiles};
-    return BG_OK;
+    if (*done) {
+        c->mla.products[c->mla.n_products++] = (bgk_product){*out, &l->tiles};
+        return BG_OK;
+    }
+    const bgk_start start = x == c->mla.qa && n_rows == c->s.n_rows ? c->mla.start : BGK_WAITS;
+    const bg_status st = bg_cuda_flush(c, err);
+    if (st || start == BGK_WAITS || !l->n_rows || !l->k ||
+        (out->layout == BGK_ROWS && bg_cuda_fast_serves(l, out->data, n_rows)))
+        return st;
+    const bgk_out in = bg_cuda_out(x);
+    const cudaError_t e =
+        bgk_matmul_start(out, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, start, c->stream);
+    if (e == cudaErrorNotSupported) return BG_OK;
+    *done = true;
+    if (start == BGK_HOLDS) c->mla.start = BGK_BESIDE;
+    return bg_cuda_done(err, e, l->name);
 }
 
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,
@@ -176,11 +195,14 @@ bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, 
     bg_status st = bg_cuda_fits(q_lat, n, k_b->n_rows, "mla_query", err);
     if (!st) st = bg_cuda_fits(q, n, k_b->n_in, "mla_query", err);
     if (st) return st;
-    const cudaError_t e =
-        bgk_matmul_early(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, c->stream);
+    cudaError_t e = bgk_matmul_early(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, c->stream);
+    const bool early = e == cudaSuccess;
+    if (e == cudaErrorNotSupported)
+        e = bgk_matmul_start(&out, &k_b->tiles, in.data, in.stride, n, BGK_SILU, BGK_BESIDE,
+                             c->stream);
     if (e == cudaErrorNotSupported) return bg_cuda_linear(b, q_lat, k_b, q, n, err);
     bg_cuda_forget(c);
-    c->mla.early = e == cudaSuccess;
+    c->mla.early = early;
     return bg_cuda_done(err, e, k_b->name);
 }
 

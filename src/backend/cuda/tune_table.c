@@ -78,9 +78,11 @@ int bg_cuda_table_pick(int n_tiles, int n_chunks, int splits, unsigned formats, 
 const char *bg_cuda_shape_name(bgk_shape shape)
 {
     static const char *const names[BGK_SHAPES] = {
-        [BGK_8X1] = "8x1",   [BGK_8X2] = "8x2",     [BGK_16X1] = "16x1",   [BGK_16X2] = "16x2",
-        [BGK_32X1] = "32x1", [BGK_32X2] = "32x2",   [BGK_64X1] = "64x1",   [BGK_64X2] = "64x2",
-        [BGK_64X4] = "64x4", [BGK_128X2] = "128x2", [BGK_128X4] = "128x4", [BGK_8W] = "8w",
+        [BGK_8X1] = "8x1",       [BGK_8X2] = "8x2",     [BGK_16X1] = "16x1",
+        [BGK_16X2] = "16x2",     [BGK_32X1] = "32x1",   [BGK_32X2] = "32x2",
+        [BGK_64X1] = "64x1",     [BGK_64X2] = "64x2",   [BGK_64X4] = "64x4",
+        [BGK_128X2] = "128x2",   [BGK_128X4] = "128x4", [BGK_64X2C] = "64x2c",
+        [BGK_128X2C] = "128x2c", [BGK_8W] = "8w",
     };
     return names[shape];
 }

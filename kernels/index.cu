@@ -80,20 +80,28 @@ struct score_args {
     int row0, top_k;
 };
 
-/* Keys of a chunk from key0 on: k[j] is part t of key key0 + 8 j + g. left: how many there are in
- * the chunk, others are 0; slot: of key `lane` of it. All lanes. */
-template <typename T, int DIM, int J>
-__device__ void load_keys(uint4 (&k)[J][DIM / 32], const T *keys, int slot, int left, int key0,
-                          int lane)
+/* A chunk's keys: k[j] is part t of key 8 j + g. left: how many there are, others are 0; slot: of
+ * key `lane`. All lanes. */
+template <typename T, int DIM>
+__device__ void load_keys(uint4 (&k)[4][DIM / 32], const T *keys, int slot, int left, int lane)
 {
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int key = key0 + 8 * j + lane / 4, at = __shfl_sync(0xffffffffu, slot, key);
+    for (int j = 0; j < 4; j++) {
+        const int key = 8 * j + lane / 4, at = __shfl_sync(0xffffffffu, slot, key);
         const uint4 *from = (const uint4 *)(keys + (int64_t)at * DIM) + lane % 4;
 #pragma unroll
         for (int s = 0; s < DIM / 32; s++)
             k[j][s] = key < left ? from[4 * s] : uint4{};
     }
+}
+
+/* Eight values of a head, from a multiple of 8 on, to where the first of them lies. */
+template <typename T> __device__ void put_eight(T *to, uint4 v)
+{
+    *(uint32_t *)to = v.x;
+    *(uint32_t *)(to + 4) = v.y;
+    *(uint32_t *)(to + 256) = v.z;
+    *(uint32_t *)(to + 260) = v.w;
 }
 
 template <typename T, int DIM> __global__ void __launch_bounds__(BLOCK) index_scores(score_args a)
@@ -109,7 +117,7 @@ template <typename T, int DIM> __global__ void __launch_bounds__(BLOCK) index_sc
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint4 *q = (const uint4 *)((const T *)a.q + (int64_t)row * x.n_heads * DIM);
     for (int i = threadIdx.x; i < x.n_heads * (DIM / 8); i += BLOCK)
-        *(uint4 *)(queries + place_of<DIM>(i / (DIM / 8), i % (DIM / 8) * 8)) = q[i];
+        put_eight(queries + query_head<DIM>(i / (DIM / 8)) + query_col(i % (DIM / 8) * 8), q[i]);
     for (int i = threadIdx.x; i < x.n_heads; i += BLOCK)
         weights[i] = a.w[(int64_t)row * x.n_heads + i];
     __syncthreads();
@@ -117,7 +125,7 @@ template <typename T, int DIM> __global__ void __launch_bounds__(BLOCK) index_sc
          key0 += gridDim.x * WARPS * CHUNK) {
         uint4 k[4][DIM / 32];
         const int slot = slot_of(x, table, min(key0 + lane, pos)), key = key0 + chunk_key<4>(lane);
-        load_keys<T, DIM>(k, layer_keys<T>(x), slot, n_keys - key0, 0, lane);
+        load_keys<T, DIM>(k, layer_keys<T>(x), slot, n_keys - key0, lane);
         const float score = chunk_score<T, DIM, 4>([&](int j, int s) { return k[j][s]; }, queries,
                                                    weights, x.n_heads, lane);
         if (key < n_keys) a.scores[blockIdx.y * a.stride + key] = score;
@@ -197,11 +205,11 @@ __global__ void __launch_bounds__(32 * SELECT_WARPS) index_select(select_args a)
 /* ---- all in one --------------------------------------------------------------------------------
  * For rows whose keys but their own are of earlier steps: those of a warp's first chunk are loaded
  * while the kernel before ends, and what else a row needs before them, since memory then takes its
- * time. Chunk c is warp c / n_blocks's of block c % n_blocks; while one half of it is at work, the
- * other is on its way. The next kernel may start when this one has waited: what was there by then,
- * it need not wait for. */
+ * time. Chunk c is warp c / n_blocks's of block c % n_blocks; each half of one has its place in
+ * shared memory, and the next one is on its way there while a half is at work. The next kernel may
+ * start when this one has waited: what was there by then, it need not wait for. */
 
-constexpr int MOST_CLUSTER = 16, ROOM = 32768; /* scores in shared memory, at most */
+constexpr int MOST_CLUSTER = 16;
 
 struct rows_args {
     int32_t *list, *count;
@@ -215,14 +223,15 @@ struct rows_args {
     int row0, top_k, room;
 };
 
-constexpr int N_WARPS = 16, THREADS = 32 * N_WARPS;
+constexpr int N_WARPS = 16, THREADS = 32 * N_WARPS, HALF = CHUNK / 2;
+constexpr int MOST_SHARED = 208 * 1024; /* dynamic: keys, queries, and scores if there is room */
 
 template <typename T, int DIM>
 __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__ rows_args a)
 {
 #if __CUDA_ARCH__ >= 900
     namespace cg = cooperative_groups;
-    extern __shared__ __align__(16) unsigned char dynamic[]; /* queries, scores */
+    extern __shared__ __align__(16) unsigned char dynamic[]; /* keys, queries, scores */
     __shared__ select_room room;
     __shared__ __align__(16) T own[DIM]; /* the row's key, as stored */
     __shared__ float key[DIM], norm[2 * DIM], weights[MOST_HEADS];
@@ -236,16 +245,25 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     const int chunks = (n + CHUNK - 1) / CHUNK, last = pos < 0 ? 0 : pos / CHUNK;
     const bool all = n <= a.top_k, owner = block == last % n_blocks; /* of the row's own key */
     if (all && !owner) return;
-    T *queries = (T *)dynamic;
+    T *ring = (T *)dynamic + warp * CHUNK * DIM;
+    T *queries = (T *)dynamic + N_WARPS * CHUNK * DIM;
     float *scores = (float *)(queries + x.n_heads * DIM);
     const int32_t *table = a.rows.blocks + a.rows.block0[a.rows.seq[row]];
     const T *keys = layer_keys<T>(x);
-    const auto slot_at = [&](int chunk) {
+    /* Of the lane's key of a chunk: its block's number, and where it lies, once that is there. */
+    const auto entry_at = [&](int chunk) {
         const int i = chunk * CHUNK + lane;
-        return i < pos ? slot_of(x, table, i) : 0;
+        return i < pos ? table[i / x.block_tokens] : 0;
     };
-    int chunk = block + n_blocks * warp, slot = 0;
-    uint4 k[2][2][DIM / 32];
+    const auto slot_at = [&](int chunk, int entry) {
+        return entry * x.block_tokens + (chunk * CHUNK + lane) % x.block_tokens;
+    };
+    const auto start_half = [&](int chunk, int slot, int h) {
+        start_keys<T, DIM, HALF>(ring + h * HALF * DIM, keys,
+                                 __shfl_sync(0xffffffffu, slot, (HALF * h + lane) % 32),
+                                 pos - chunk * CHUNK - HALF * h, lane);
+    };
+    int chunk = block + n_blocks * warp, entry = 0;
     static_assert(DIM <= THREADS && MOST / 2 <= THREADS, "a thread each");
     const bool turns = thread < x.rope.n_rot / 2;
     float freq = 0, by = 0, add = 0;
@@ -256,11 +274,10 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     }
     if (!all) {
         cluster_arrive();
-        const int first = slot_at(chunk);
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            load_keys<T, DIM>(k[h], keys, first, pos - chunk * CHUNK, 16 * h, lane);
-        slot = slot_at(chunk + step);
+        const int first = slot_at(chunk, entry_at(chunk));
+        start_half(chunk, first, 0);
+        start_half(chunk, first, 1);
+        entry = entry_at(chunk + step);
         for (int i = thread; i < BINS && block == 0; i += THREADS)
             room.bins[i] = 0;
     }
@@ -308,29 +325,42 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     float *to = fits ? cluster.map_shared_rank(scores, 0) : far;
     uint32_t low = 0xffffffffu, high = 0;
     for (; chunk < chunks; chunk += step) {
-#pragma unroll
+        const int slot = slot_at(chunk + step, entry);
+        entry = entry_at(chunk + 2 * step);
+#pragma unroll 1
         for (int h = 0; h < 2; h++) {
-            const int own_key = pos - chunk * CHUNK - 16 * h; /* among these 16 */
+            ptx_copy_wait<1>();
+            __syncwarp();
+            uint4 k[2][DIM / 32];
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int s = 0; s < DIM / 32; s++)
+                    k[j][s] =
+                        *(const uint4 *)(ring + h * HALF * DIM +
+                                         place_of<DIM>(8 * j + lane / 4, s * 32 + lane % 4 * 8));
             if (chunk == last) {
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    if (8 * j + lane / 4 == own_key)
+                    if (chunk * CHUNK + HALF * h + 8 * j + lane / 4 == pos)
 #pragma unroll
                         for (int s = 0; s < DIM / 32; s++)
-                            k[h][j][s] = *(const uint4 *)(own + s * 32 + lane % 4 * 8);
+                            k[j][s] = *(const uint4 *)(own + s * 32 + lane % 4 * 8);
             }
-            const float score = chunk_score<T, DIM, 2>([&](int j, int s) { return k[h][j][s]; },
-                                                       queries, weights, x.n_heads, lane);
-            const int at = chunk * CHUNK + 16 * h + chunk_key<2>(lane);
+            __syncwarp(); /* all have read, before more comes */
             if (chunk + step < chunks)
-                load_keys<T, DIM>(k[h], keys, slot, pos - (chunk + step) * CHUNK, 16 * h, lane);
+                start_half(chunk + step, slot, h);
+            else
+                ptx_copy_commit();
+            const float score = chunk_score<T, DIM, 2>([&](int j, int s) { return k[j][s]; },
+                                                       queries, weights, x.n_heads, lane);
+            const int at = chunk * CHUNK + HALF * h + chunk_key<2>(lane);
             if (at < n && lane < 16) {
                 to[at] = score;
                 low = min(low, rank_of(score));
                 high = max(high, rank_of(score));
             }
         }
-        slot = slot_at(chunk + 2 * step);
     }
     low = warp_least(low);
     high = warp_most(high);
@@ -361,7 +391,6 @@ struct rows_limits {
 template <typename T, int DIM>
 cudaError_t launch_rows(rows_args a, int n, int max_ctx, int n_sms, cudaStream_t stream)
 {
-    constexpr int MOST_BYTES = MOST_HEADS * DIM * 2 + ROOM * (int)sizeof(float);
     const auto kernel = index_rows<T, DIM>;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute attributes[2] = {};
@@ -374,9 +403,9 @@ cudaError_t launch_rows(rows_args a, int n, int max_ctx, int n_sms, cudaStream_t
     config.numAttrs = 1;
     config.gridDim = dim3(MOST_CLUSTER);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = MOST_BYTES;
+    config.dynamicSmemBytes = MOST_SHARED;
     static const rows_limits limits = [&] {
-        rows_limits l = {att_shared_memory(kernel, MOST_BYTES), 0};
+        rows_limits l = {att_shared_memory(kernel, MOST_SHARED), 0};
         if (l.ready != cudaSuccess ||
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
                 cudaSuccess ||
@@ -389,11 +418,12 @@ cudaError_t launch_rows(rows_args a, int n, int max_ctx, int n_sms, cudaStream_t
     int blocks = 1;
     while (2 * blocks * n <= n_sms && (blocks < 8 || (blocks < 16 && n <= limits.most_of_16)))
         blocks *= 2;
-    a.room = max_ctx < ROOM ? max_ctx : ROOM;
+    const int keys = N_WARPS * CHUNK * DIM * 2, queries = a.x.n_heads * DIM * 2;
+    a.room = min(max_ctx, (MOST_SHARED - keys - queries) / (int)sizeof(float));
     attributes[0].val.clusterDim.x = (unsigned)blocks;
     config.numAttrs = 2;
     config.gridDim = dim3((unsigned)blocks, (unsigned)n);
-    config.dynamicSmemBytes = (size_t)a.x.n_heads * DIM * 2 + (size_t)a.room * sizeof(float);
+    config.dynamicSmemBytes = (size_t)(keys + queries) + (size_t)a.room * sizeof(float);
     config.stream = stream;
     return cudaLaunchKernelEx(&config, kernel, a);
 }

@@ -67,11 +67,24 @@ __device__ void norm_key(float *key, const bgk_index &x, const float *w, const f
 
 constexpr int MOST_HEADS = 128;
 
-/* Where value `col` of row `row` lies, of a head's queries or a key in shared memory: pieces of two
- * rows that are read at the same time are in different banks. */
+/* Where value `col` of key `row` lies in shared memory: pieces of two keys that are read at the
+ * same time are in different banks. */
 template <int DIM> __device__ int place_of(int row, int col)
 {
     return row * DIM + (col ^ (row & 1) << 5);
+}
+
+/* Queries lie in shared memory as a lane's registers of an mma have them: 16 bytes each of 16 heads
+ * and 32 dims, of its first step and then of its second. Value `col` of head `head` is at the sum
+ * of both. */
+template <int DIM> __device__ int query_head(int head)
+{
+    return head / 16 * 16 * DIM + head % 8 * 32 + head % 16 / 8 * 2;
+}
+
+__device__ int query_col(int col)
+{
+    return col / 32 * 512 + col % 8 / 4 * 256 + col % 32 / 8 * 8 + col % 4 / 2 * 4 + col % 2;
 }
 
 /* Where key `key` lies, in tokens of the layer. */
@@ -95,11 +108,7 @@ __device__ void start_keys(T *to, const T *keys, int slot, int left, int lane)
     for (int i = 0; i < N / EACH; i++) {
         const int key = i * EACH + lane / PIECES, col = lane % PIECES * 8;
         const int at = __shfl_sync(0xffffffffu, slot, key);
-        T *mine = to + place_of<DIM>(key, col);
-        if (key < left)
-            ptx_copy16(mine, keys + (int64_t)at * DIM + col);
-        else
-            *(uint4 *)mine = uint4{};
+        ptx_copy16_if(to + place_of<DIM>(key, col), keys + (int64_t)at * DIM + col, key < left);
     }
     ptx_copy_commit();
 }
@@ -117,17 +126,16 @@ template <typename T, int DIM, int J, typename K>
 __device__ float chunk_score(K key, const T *queries, const float *weights, int n_heads, int lane)
 {
     static_assert(J == 2 || J == 4, "");
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4;
     float score[J][2] = {};
 #pragma unroll 1
     for (int head = 0; head < n_heads; head += 16) {
         float d[J][4] = {};
 #pragma unroll
         for (int s = 0; s < DIM / 32; s++) {
-            const T *at = queries + place_of<DIM>(head + g, s * 32 + t * 8);
-            const uint4 lo = *(const uint4 *)at, hi = *(const uint4 *)(at + 8 * DIM);
-            const uint32_t first[4] = {lo.x, hi.x, lo.y, hi.y};
-            const uint32_t second[4] = {lo.z, hi.z, lo.w, hi.w};
+            const uint4 *at = (const uint4 *)(queries + head * DIM) + s * 64 + lane;
+            const uint4 a = at[0], b = at[32];
+            const uint32_t first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
             uint4 k[J];
 #pragma unroll
             for (int j = 0; j < J; j++)
@@ -464,10 +472,9 @@ __device__ void put_queries(T *queries, const lane_turn<DIM> &turn, const float 
             for (int i = 0; i < DIM / 64; i++) {
                 const float2 t = mla_turned(v[k][i].x, v[k][i].y, turn.angle[i]);
                 if (head >= n_heads) continue;
-                narrow(queries + place_of<DIM>(head, turn.col[i][0]),
-                       turn.turns[i] ? t.x : v[k][i].x);
-                narrow(queries + place_of<DIM>(head, turn.col[i][1]),
-                       turn.turns[i] ? t.y : v[k][i].y);
+                T *to = queries + query_head<DIM>(head);
+                narrow(to + query_col(turn.col[i][0]), turn.turns[i] ? t.x : v[k][i].x);
+                narrow(to + query_col(turn.col[i][1]), turn.turns[i] ? t.y : v[k][i].y);
             }
         }
     }

@@ -11,6 +11,14 @@ __device__ inline void ptx_copy16(void *shared, const void *global)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global));
 }
 
+/* The same; 0 instead of what is not there. */
+__device__ inline void ptx_copy16_if(void *shared, const void *global, bool there)
+{
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+                 "r"(there ? 16 : 0));
+}
+
 /* What createpolicy.fractional.L2::evict_first makes of 1.0: what is read by it leaves L2 before
  * all else. */
 constexpr uint64_t PTX_LEAVES_FIRST = 0x12f0000000000000;

@@ -233,9 +233,7 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     namespace cg = cooperative_groups;
     extern __shared__ __align__(16) unsigned char dynamic[]; /* keys, queries, scores */
     __shared__ select_room room;
-    __shared__ __align__(16) T own[DIM]; /* the row's key, as stored */
-    __shared__ float key[DIM], norm[2 * DIM], weights[MOST_HEADS];
-    __shared__ float2 angles[MOST / 2];
+    __shared__ row_room<T, DIM> r;
     __shared__ uint2 ends[MOST_CLUSTER * N_WARPS];
     const cg::cluster_group cluster = cg::this_cluster();
     const bgk_index &x = a.x;
@@ -265,13 +263,7 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
     };
     int chunk = block + n_blocks * warp, entry = 0;
     static_assert(DIM <= THREADS && MOST / 2 <= THREADS, "a thread each");
-    const bool turns = thread < x.rope.n_rot / 2;
-    float freq = 0, by = 0, add = 0;
-    if (turns) freq = x.rope.freq[thread];
-    if (owner && thread < DIM) {
-        by = x.k_norm[thread];
-        if (x.k_norm_b) add = x.k_norm_b[thread];
-    }
+    const row_constants constants = constants_of<DIM>(x, owner);
     if (!all) {
         cluster_arrive();
         const int first = slot_at(chunk, entry_at(chunk));
@@ -281,39 +273,16 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
         for (int i = thread; i < BINS && block == 0; i += THREADS)
             room.bins[i] = 0;
     }
-    if (owner && thread < DIM) {
-        norm[thread] = by;
-        norm[DIM + thread] = add;
-    }
-    if (turns) angles[thread] = mla_angle(pos, freq, x.rope.mscale);
+    put_constants(r, x, constants, pos, owner);
     __syncthreads();
-    const lane_turn<DIM> turn = turn_of<DIM>(x.rope, angles, lane);
+    const lane_turn<DIM> turn = turn_of<DIM>(x.rope, r.angles, lane);
     ptx_wait_prior();
     ptx_let_next_start();
-    if (warp == N_WARPS - 1) {
-        const float *ik = a.ik + row * a.ik_cols;
-        float w[MOST_HEADS / 32];
-#pragma unroll
-        for (int i = 0; i < MOST_HEADS / 32; i++)
-            w[i] = lane + 32 * i < x.n_heads ? ik[DIM + lane + 32 * i] : 0.0f;
-        if (owner && pos >= 0) {
-            norm_key(key, x, norm, norm + DIM, ik, lane);
-            T *to = key_of<T>(x, table, pos);
-#pragma unroll
-            for (int i = lane; i < DIM; i += 32) {
-                narrow(own + i, turned(
-                                    x.rope, i, [&](int j) { return key[j]; },
-                                    [&](int p) { return angles[p]; }));
-                to[i] = own[i];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < MOST_HEADS / 32; i++)
-            weights[lane + 32 * i] = __fmul_rn(w[i], x.scale);
-    } else if (!all) {
+    if (warp == N_WARPS - 1)
+        take_key(r, x, a.ik + row * a.ik_cols, table, pos, owner, lane);
+    else if (!all)
         put_queries<T, DIM, N_WARPS - 1>(
             queries, turn, (const float *)a.iq.data + row * a.iq.stride, x.n_heads, warp);
-    }
     if (all) {
         if (thread == 0) a.count[row] = -1;
         return;
@@ -345,7 +314,7 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
                     if (chunk * CHUNK + HALF * h + 8 * j + lane / 4 == pos)
 #pragma unroll
                         for (int s = 0; s < DIM / 32; s++)
-                            k[j][s] = *(const uint4 *)(own + s * 32 + lane % 4 * 8);
+                            k[j][s] = *(const uint4 *)(r.own + s * 32 + lane % 4 * 8);
             }
             __syncwarp(); /* all have read, before more comes */
             if (chunk + step < chunks)
@@ -353,7 +322,7 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
             else
                 ptx_copy_commit();
             const float score = chunk_score<T, DIM, 2>([&](int j, int s) { return k[j][s]; },
-                                                       queries, weights, x.n_heads, lane);
+                                                       queries, r.weights, x.n_heads, lane);
             const int at = chunk * CHUNK + HALF * h + chunk_key<2>(lane);
             if (at < n && lane < 16) {
                 to[at] = score;
@@ -382,50 +351,22 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
 #endif
 }
 
-/* What a kernel may be launched with, asked once. */
-struct rows_limits {
-    cudaError_t ready;
-    int most_of_16; /* clusters of so many blocks that run at the same time */
-};
-
 template <typename T, int DIM>
 cudaError_t launch_rows(rows_args a, int n, int max_ctx, int n_sms, cudaStream_t stream)
 {
     const auto kernel = index_rows<T, DIM>;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = MOST_CLUSTER;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = attributes;
-    config.numAttrs = 1;
-    config.gridDim = dim3(MOST_CLUSTER);
-    config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = MOST_SHARED;
-    static const rows_limits limits = [&] {
-        rows_limits l = {att_shared_memory(kernel, MOST_SHARED), 0};
-        if (l.ready != cudaSuccess ||
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
-                cudaSuccess ||
-            cudaOccupancyMaxActiveClusters(&l.most_of_16, kernel, &config) != cudaSuccess)
-            l.most_of_16 = 0;
-        cudaGetLastError(); /* a no is none of the next launch's */
-        return l;
-    }();
-    if (limits.ready != cudaSuccess) return cudaErrorNotSupported;
+    static const cudaError_t ready = att_shared_memory(kernel, MOST_SHARED);
+    if (ready != cudaSuccess) return cudaErrorNotSupported;
+    static const int most_of_16 =
+        launch_clusters_at_once(kernel, MOST_CLUSTER, THREADS, MOST_SHARED);
     int blocks = 1;
-    while (2 * blocks * n <= n_sms && (blocks < 8 || (blocks < 16 && n <= limits.most_of_16)))
+    while (2 * blocks * n <= n_sms && (blocks < 8 || (blocks < 16 && n <= most_of_16)))
         blocks *= 2;
     const int keys = N_WARPS * CHUNK * DIM * 2, queries = a.x.n_heads * DIM * 2;
     a.room = min(max_ctx, (MOST_SHARED - keys - queries) / (int)sizeof(float));
-    attributes[0].val.clusterDim.x = (unsigned)blocks;
-    config.numAttrs = 2;
-    config.gridDim = dim3((unsigned)blocks, (unsigned)n);
-    config.dynamicSmemBytes = (size_t)(keys + queries) + (size_t)a.room * sizeof(float);
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, a);
+    return launch_clusters_after(kernel, (unsigned)blocks, dim3((unsigned)blocks, (unsigned)n),
+                                 THREADS, (size_t)(keys + queries) + (size_t)a.room * sizeof(float),
+                                 stream, a);
 }
 
 template <typename T> cudaError_t scores_of(const score_args &a, dim3 grid, cudaStream_t stream)

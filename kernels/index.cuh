@@ -480,6 +480,71 @@ __device__ void put_queries(T *queries, const lane_turn<DIM> &turn, const float 
     }
 }
 
+/* ---- a row, and its own key ---------------------------------------------------------------------
+ */
+
+template <typename T, int DIM> struct row_room { /* shared */
+    alignas(16) T own[DIM];                      /* the row's key, as stored */
+    float key[DIM], norm[2 * DIM], weights[MOST_HEADS];
+    float2 angles[MOST / 2];
+};
+
+/* What a thread brings of a row before all else: its own frequency, and of the norm, if the block
+ * is the owner of the row's key. */
+struct row_constants {
+    float freq, w, b;
+};
+
+template <int DIM> __device__ row_constants constants_of(const bgk_index &x, bool owner)
+{
+    const int thread = threadIdx.x;
+    row_constants c = {};
+    if (thread < x.rope.n_rot / 2) c.freq = x.rope.freq[thread];
+    if (owner && thread < DIM) {
+        c.w = x.k_norm[thread];
+        if (x.k_norm_b) c.b = x.k_norm_b[thread];
+    }
+    return c;
+}
+
+template <typename T, int DIM>
+__device__ void put_constants(row_room<T, DIM> &r, const bgk_index &x, const row_constants &c,
+                              int pos, bool owner)
+{
+    const int thread = threadIdx.x;
+    if (owner && thread < DIM) {
+        r.norm[thread] = c.w;
+        r.norm[DIM + thread] = c.b;
+    }
+    if (thread < x.rope.n_rot / 2) r.angles[thread] = mla_angle(pos, c.freq, x.rope.mscale);
+}
+
+/* By a warp: the weights of the row's heads, and by its owner its key, also into the cache. ik: the
+ * row's key, then weights. */
+template <typename T, int DIM>
+__device__ __forceinline__ void take_key(row_room<T, DIM> &r, const bgk_index &x, const float *ik,
+                                         const int32_t *table, int pos, bool owner, int lane)
+{
+    float w[MOST_HEADS / 32];
+#pragma unroll
+    for (int i = 0; i < MOST_HEADS / 32; i++)
+        w[i] = lane + 32 * i < x.n_heads ? ik[DIM + lane + 32 * i] : 0.0f;
+    if (owner && pos >= 0) {
+        norm_key(r.key, x, r.norm, r.norm + DIM, ik, lane);
+        T *to = key_of<T>(x, table, pos);
+#pragma unroll
+        for (int i = lane; i < DIM; i += 32) {
+            narrow(r.own + i, turned(
+                                  x.rope, i, [&](int j) { return r.key[j]; },
+                                  [&](int p) { return r.angles[p]; }));
+            to[i] = r.own[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < MOST_HEADS / 32; i++)
+        r.weights[lane + 32 * i] = __fmul_rn(w[i], x.scale);
+}
+
 bool bad_index(const bgk_index *a)
 {
     return a->dim < 2 || a->dim > MOST || a->dim % 2 || a->n_heads < 1 || a->block_tokens < 1 ||

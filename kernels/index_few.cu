@@ -91,21 +91,20 @@ __global__ void __launch_bounds__(THREADS, 2) index_few(const __grid_constant__ 
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(16) unsigned char dynamic[]; /* queries, keys, scores */
     __shared__ select_room room;
-    __shared__ __align__(16) T own[DIM]; /* the row's key, as stored */
-    __shared__ float key[DIM], norm[2 * DIM], weights[MOST_HEADS];
-    __shared__ float2 angles[MOST / 2];
+    __shared__ row_room<T, DIM> r;
     __shared__ uint2 ends[N_WARPS];
     const bgk_index &x = a.x;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int block = blockIdx.x, row = a.row0 + blockIdx.y;
     const int seq = a.rows.seq[row], pos = a.rows.pos[row], n = pos + 1;
-    const float freq = thread < x.rope.n_rot / 2 ? x.rope.freq[thread] : 0.0f;
     const int32_t *table = a.rows.blocks + a.rows.block0[seq];
     const int chunk = block + (int)gridDim.x * warp, first = chunk * CHUNK;
     const int last = pos < 0 ? 0 : pos / CHUNK;
     const bool all = n <= a.top_k,
                owner = block == last % (int)gridDim.x; /* of the row's own key */
     if (all && !owner) return;
+    static_assert(DIM <= THREADS && MOST / 2 <= THREADS, "a thread each");
+    const row_constants constants = constants_of<DIM>(x, owner);
     T *queries = (T *)dynamic, *keys = queries + x.n_heads * DIM + warp * PER_BLOCK / N_WARPS * DIM;
     float *scores = (float *)(queries + (x.n_heads + PER_BLOCK) * DIM);
     if (!all) {
@@ -114,41 +113,17 @@ __global__ void __launch_bounds__(THREADS, 2) index_few(const __grid_constant__ 
         for (int i = thread; i < BINS && block == 0; i += THREADS)
             room.bins[i] = 0;
     }
-    if (thread < x.rope.n_rot / 2) angles[thread] = mla_angle(pos, freq, x.rope.mscale);
-    if (owner)
-        for (int i = thread; i < DIM; i += THREADS) {
-            norm[i] = x.k_norm[i];
-            norm[DIM + i] = x.k_norm_b ? x.k_norm_b[i] : 0.0f;
-        }
+    put_constants(r, x, constants, pos, owner);
     __syncthreads();
-    const lane_turn<DIM> turn = turn_of<DIM>(x.rope, angles, lane);
+    const lane_turn<DIM> turn = turn_of<DIM>(x.rope, r.angles, lane);
     ptx_copy_wait<0>();
     ptx_wait_prior();
     ptx_let_next_start();
-    if (warp == N_WARPS - 1) {
-        const float *ik = a.ik + row * a.ik_cols;
-        float w[MOST_HEADS / 32];
-#pragma unroll
-        for (int i = 0; i < MOST_HEADS / 32; i++)
-            w[i] = lane + 32 * i < x.n_heads ? ik[DIM + lane + 32 * i] : 0.0f;
-        if (owner && pos >= 0) {
-            norm_key(key, x, norm, norm + DIM, ik, lane);
-            T *to = key_of<T>(x, table, pos);
-#pragma unroll
-            for (int i = lane; i < DIM; i += 32) {
-                narrow(own + i, turned(
-                                    x.rope, i, [&](int j) { return key[j]; },
-                                    [&](int p) { return angles[p]; }));
-                to[i] = own[i];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < MOST_HEADS / 32; i++)
-            weights[lane + 32 * i] = __fmul_rn(w[i], x.scale);
-    } else if (!all) {
+    if (warp == N_WARPS - 1)
+        take_key(r, x, a.ik + row * a.ik_cols, table, pos, owner, lane);
+    else if (!all)
         put_queries<T, DIM, N_WARPS - 1>(
             queries, turn, (const float *)a.iq.data + row * a.iq.stride, x.n_heads, warp);
-    }
     if (all) {
         if (thread == 0) a.count[row] = -1;
         return;
@@ -158,12 +133,12 @@ __global__ void __launch_bounds__(THREADS, 2) index_few(const __grid_constant__ 
     if (first < n) {
         if (chunk == last && lane < DIM / 8)
             *(uint4 *)(keys + place_of<DIM>(pos % CHUNK, lane * 8)) =
-                *(const uint4 *)(own + lane * 8);
+                *(const uint4 *)(r.own + lane * 8);
         __syncwarp();
         const auto key_at = [&](int j, int s) {
             return *(const uint4 *)(keys + place_of<DIM>(8 * j + lane / 4, s * 32 + lane % 4 * 8));
         };
-        const float score = chunk_score<T, DIM, 2>(key_at, queries, weights, x.n_heads, lane);
+        const float score = chunk_score<T, DIM, 2>(key_at, queries, r.weights, x.n_heads, lane);
         const int at = first + chunk_key<2>(lane);
         if (lane < CHUNK && at < n) tell(words + at, word_of(score));
     }

@@ -6,10 +6,12 @@
  * what a rehearsal reads, see below, counts for nothing and must not stay in L1).
  * Its end implies the end of all before it. On devices before Hopper it is an ordinary launch.
  *
- * Three go further, of few rows with an indexer, by what the kernel before promises. index.cu and
- * index_few.cu let the next start once they have waited: then all before them is done, and few.cu's
- * early products read it, and write what nobody reads, without waiting. These let the next start
- * when their results are there: attention to lists reads those, past L1, before it waits. */
+ * Some go further, by what the kernel before promises. index.cu, index_few.cu and products that
+ * hold (BGK_HOLDS) let the next start once they have waited: then all before them is done, and
+ * products beside them (BGK_BESIDE, bgk_matmul_early()) read it, and write what nobody reads,
+ * without waiting; one of their threads waits at the end, which so is that of both. few.cu's early
+ * ones let the next start when their results are there: attention to lists reads those, past L1,
+ * before it waits. */
 #ifndef BGK_LAUNCH_CUH
 #define BGK_LAUNCH_CUH
 
@@ -80,6 +82,29 @@ cudaError_t launch_clusters_after(void (*kernel)(P...), unsigned cluster, dim3 g
     config.attrs = attributes;
     config.numAttrs = !launch_programmatic() ? 0 : cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, P(a)...);
+}
+
+/* How many clusters of `cluster` blocks, which may be more than 8, run at the same time; 0: not
+ * one. What the kernel needs of shared memory it must have been given. */
+template <typename... P>
+int launch_clusters_at_once(void (*kernel)(P...), unsigned cluster, dim3 block, size_t shared)
+{
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    int most = 0;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(cluster);
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                                            1) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&most, kernel, &config) == cudaSuccess;
+    cudaGetLastError(); /* a no is none of the next launch's */
+    return known ? most : 0;
 }
 
 template <typename... P, typename... A>

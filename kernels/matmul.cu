@@ -10,13 +10,16 @@
  *
  * Launch: a block is a warpgroup that brings and one to four that multiply; it goes over its tiles
  * by itself; up to 227 KB of dynamic shared memory; programmatic: weights are on their way before
- * the kernel before has ended. Graph-capturable.
+ * the kernel before has ended. Graph-capturable. Where some of x's readers follow each other, one
+ * may hold the next back until x is there, which then works beside it (bgk_start).
  *
  * Order: K in `splits` parts, each one chain in steps of 16, then the parts in order. Warpgroups of
  * a block, or blocks of a cluster, share the parts out among them; or (many tokens) one takes all
- * in turn. The number of tokens, N, WGS and clusters change no bit.
+ * in turn. Blocks of 64 and 128 tokens in a cluster exchange them, and each sums up a share of the
+ * tokens. The number of tokens, N, WGS and clusters change no bit.
  *
- * Traffic: weights once per token tile, tokens once per row tile.
+ * Traffic: weights once per token tile, tokens once per row tile; halves of 64 tokens and more go
+ * out through shared memory, in whole lines.
  *
  * Proof: tests/gpu/test_matmul.c. (EVERY_LANE: matmul.cuh.) */
 #include "matmul.cuh"
@@ -146,21 +149,28 @@ static bool by_warps(const bgk_weights *w, int tokens)
 static bgk_shape choose(const bgk_weights *w, int tokens)
 {
     const bool few = w->n_tiles < 2 * sm_count();
-    const int blocks = w->n_tiles * ((tokens + 63) / 64);
+    const int blocks = w->n_tiles * ((tokens + 63) / 64), pairs = (w->n_tiles + 1) / 2;
     if (by_warps(w, tokens)) return BGK_8W;
     if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
     if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
     if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;
+    /* Clusters, where all run at the same time: of four blocks an eighth of the multiprocessors
+     * stays without. us, and those of the best of the others: [2816, 6144] Q8_0 with 64
+     * tokens 10.1, 13.6, with 128 13.5, 15.8; [2048, 10240] Q4_K 12.6, 14.0 and 17.1, 21.6; [6144,
+     * 4096] with 128 15.0, 16.5; [4096, 14336] with 256 44.9, 57.6. Short parts gain less than
+     * blocks of four lose: [2048, 2048] Q8_0 with 128 7.5, 7.3. */
+    if (w->splits == 4) {
+        const int room = sm_count() * 7 / 8;
+        if (4 * pairs * ((tokens + 63) / 64) <= room) return BGK_64X2C;
+        if (w->n_chunks >= 64 && 4 * pairs * ((tokens + 127) / 128) <= room) return BGK_128X2C;
+    }
     /* Two token tiles of 32 on all multiprocessors beat one of 64 on half of them: [4096, 4096]
      * Q4_K 8.5 us against 10.0, [4096, 14336] 27.0 against 35.3, [2624, 6144] Q8_0 12.1
      * against 13.5. */
     if (tokens <= 64 && 2 * w->n_tiles <= sm_count()) return BGK_32X1;
-    if (w->splits > 1 && tokens > 64) {
-        const int pairs = (w->n_tiles + 1) / 2 * w->splits;
-        if (pairs * ((tokens + 63) / 64) <= sm_count()) return BGK_64X2C;
-        if (pairs * ((tokens + 127) / 128) <= sm_count()) return BGK_128X2C;
-    }
     if (w->splits > 1 && blocks <= sm_count()) return BGK_64X1; /* parts side by side */
+    if (w->splits == 2 && w->n_chunks >= 64 && 2 * pairs * ((tokens + 127) / 128) <= sm_count())
+        return BGK_128X2C;
     if (tokens <= 64) return !few ? BGK_64X2 : w->splits == 4 ? BGK_32X1 : BGK_64X1;
     const int small = rounds(blocks, 2 * sm_count());
     const int large = rounds((w->n_tiles + 1) / 2 * ((tokens + 127) / 128), sm_count());

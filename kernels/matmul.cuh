@@ -1160,9 +1160,8 @@ constexpr unsigned W4 = 1u << BGK_W4, W5 = 1u << BGK_W5, W6 = 1u << BGK_W6, W8 =
 template <unsigned F, int N>
 cudaError_t launch_exchange(const args &a, int w_bytes, cudaStream_t stream)
 {
-    constexpr int BLOCKS = N == 64 && single(F) ? 2 : 1;
-    if (a.splits == 4) return launch<F, N, 2, 1, 2, BLOCKS, 1, false, false, 4>(a, w_bytes, stream);
-    if (a.splits == 2) return launch<F, N, 2, 1, 2, BLOCKS, 1, false, false, 2>(a, w_bytes, stream);
+    if (a.splits == 4) return launch<F, N, 2, 1, 2, 1, 1, false, false, 4>(a, w_bytes, stream);
+    if (a.splits == 2) return launch<F, N, 2, 1, 2, 1, 1, false, false, 2>(a, w_bytes, stream);
     return launch_in_turn<F, N, 2, 1>(a, w_bytes, stream);
 }
 

@@ -826,25 +826,11 @@ cudaError_t start(const mla_args &a, int blocks, cudaStream_t stream)
 template <typename T> bool cluster_fits()
 {
     static const bool yes = [] {
-        const auto kernel = attend_row<T>;
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = {};
-        int most = 0;
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = CLUSTER_BLOCKS;
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.gridDim = dim3(CLUSTER_BLOCKS);
-        config.blockDim = dim3(WORKERS + BRINGERS<8, false>);
-        config.dynamicSmemBytes = mla_shape<T, 8>::CLUSTER_BYTES;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        const bool fits =
-            att_shared_memory(kernel, mla_shape<T, 8>::CLUSTER_BYTES) == cudaSuccess &&
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
-                cudaSuccess &&
-            cudaOccupancyMaxActiveClusters(&most, kernel, &config) == cudaSuccess && most > 0;
-        cudaGetLastError(); /* a no is none of the next launch's */
-        return fits;
+        using L = mla_shape<T, 8>;
+        const bool ready = att_shared_memory(attend_row<T>, L::CLUSTER_BYTES) == cudaSuccess;
+        const int most = launch_clusters_at_once(attend_row<T>, CLUSTER_BLOCKS,
+                                                 WORKERS + BRINGERS<8, false>, L::CLUSTER_BYTES);
+        return ready && most > 0;
     }();
     return yes;
 }

@@ -289,12 +289,12 @@ def case_families_alone():
 
 
 def case_indexer():
-    """An indexer as wide as GLM-5's kernels want it, and more keys than it chooses: a record has the same bytes alone,
-    where kernels of few rows overlap, and with others, as a graph and eager, and with every op's output checked."""
+    """An indexer as wide as GLM-5's kernels want it, and more keys than it chooses: a record has the same bytes alone and
+    with up to 25 others, where other kernels overlap, as a graph and eager, and with every op's output checked."""
     bad = []
     inp = write_lines(f"{DIR}/indexer.jsonl",
-                      [{"id": str(i), "prompt": " ".join(f"word{(i * 7 + k * k) % 90}" for k in range(20 + 13 * i)),
-                        "max_tokens": 24} for i in range(10)])
+                      [{"id": str(i), "prompt": " ".join(f"word{(i * 7 + k * k) % 90}" for k in range(20 + 13 * (i % 10))),
+                        "max_tokens": 24} for i in range(26)])
     ends = ["--ignore-eos"]
     for mix in ("q8_0", "ud_q4_k"):
         model = f"{DIR}/indexer.{mix}.gguf"

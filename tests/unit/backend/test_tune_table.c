@@ -23,6 +23,10 @@ Test(tune_table, lookup)
     cr_expect_eq(bg_cuda_table_pick(2004, 64, 1, 1 << 2, bgk_token_class(128)), 1 + BGK_128X4);
     cr_expect_eq(bg_cuda_table_pick(2004, 64, 1, 1 << 2, bgk_token_class(1)), 1 + BGK_8X1);
     cr_expect_eq(bg_cuda_table_pick(2004, 64, 1, 1 << 2, bgk_token_class(32)), 0);
+    /* What goes beside each other in GLM-5's layers. */
+    cr_expect_eq(bg_cuda_table_pick(64, 32, 2, 1 << 3, bgk_token_class(128)), 1 + BGK_64X2);
+    cr_expect_eq(bg_cuda_table_pick(32, 32, 4, 1 << 3, bgk_token_class(96)), 1 + BGK_64X2);
+    cr_expect_eq(bg_cuda_table_pick(32, 32, 4, 1 << 3, bgk_token_class(64)), 0);
     /* One of these differs: not in the table. */
     cr_expect_eq(bg_cuda_table_pick(2005, 64, 1, 1 << 2, bgk_token_class(128)), 0);
     cr_expect_eq(bg_cuda_table_pick(2004, 63, 1, 1 << 2, bgk_token_class(128)), 0);
@@ -47,6 +51,7 @@ Test(tune_table, names)
 {
     cr_expect_str_eq(bg_cuda_shape_name(BGK_8X1), "8x1");
     cr_expect_str_eq(bg_cuda_shape_name(BGK_128X4), "128x4");
+    cr_expect_str_eq(bg_cuda_shape_name(BGK_128X2C), "128x2c");
     for (int i = 0; i < BGK_SHAPES; i++)
         cr_assert_not_null(bg_cuda_shape_name((bgk_shape)i));
 }

@@ -220,8 +220,8 @@ Test(matmul, every_format, .timeout = 60)
             {f, 200, 576, 33, 1, false, false},   {f, 192, 1024, 65, 2, false, true},
             {f, 320, 1088, 130, 2, false, false}, {f, 256, 2048, 3, 4, false, false},
             {f, 130, 1088, 20, 4, false, true},   {f, 64, 192, 2, 4, false, false},
-            {f, 64, 256, 5, 1, true, false},      {f, 160, 384, 70, 1, true, true},
-            {f, 96, 832, 129, 2, true, false},
+            {f, 200, 1088, 150, 4, false, true},  {f, 64, 256, 5, 1, true, false},
+            {f, 160, 384, 70, 1, true, true},     {f, 96, 832, 129, 2, true, false},
         };
         for (size_t i = 0; i < (gpu_small() ? 4 : sizeof list / sizeof *list); i++)
             check(&list[i]);

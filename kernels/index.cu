@@ -223,7 +223,7 @@ struct rows_args {
     int row0, top_k, room;
 };
 
-constexpr int N_WARPS = 16, THREADS = 32 * N_WARPS, HALF = CHUNK / 2;
+constexpr int N_WARPS = 16, THREADS = 32 * N_WARPS;
 constexpr int MOST_SHARED = 208 * 1024; /* dynamic: keys, queries, and scores if there is room */
 
 template <typename T, int DIM>
@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(THREADS, 1) index_rows(const __grid_constant__
 {
 #if __CUDA_ARCH__ >= 900
     namespace cg = cooperative_groups;
+    constexpr int HALF = CHUNK / 2;
     extern __shared__ __align__(16) unsigned char dynamic[]; /* keys, queries, scores */
     __shared__ select_room room;
     __shared__ row_room<T, DIM> r;

@@ -154,11 +154,11 @@ static bgk_shape choose(const bgk_weights *w, int tokens)
     if (tokens <= 8) return few ? BGK_8X1 : BGK_8X2;
     if (tokens <= 16) return few ? BGK_16X1 : BGK_16X2;
     if (tokens <= 32) return few ? BGK_32X1 : BGK_32X2;
-    /* Clusters, where all run at the same time: of four blocks an eighth of the multiprocessors
-     * stays without. us, and those of the best of the others: [2816, 6144] Q8_0 with 64
-     * tokens 10.1, 13.6, with 128 13.5, 15.8; [2048, 10240] Q4_K 12.6, 14.0 and 17.1, 21.6; [6144,
-     * 4096] with 128 15.0, 16.5; [4096, 14336] with 256 44.9, 57.6. Short parts gain less than
-     * blocks of four lose: [2048, 2048] Q8_0 with 128 7.5, 7.3. */
+    /* Clusters, where all run at the same time, for which those of four blocks leave some of the
+     * multiprocessors without. us, and those of the best other block of 64 tokens and more: [2816,
+     * 6144] Q8_0 with 64 tokens 10.1, 13.6, with 128 13.5, 15.8; [2048, 10240] Q4_K 12.6, 14.0 and
+     * 17.1, 21.6; [6144, 4096] with 128 15.0, 16.5; [4096, 14336] with 256 44.9, 57.6. Short parts
+     * do not pay for the exchange: [2048, 2048] Q8_0 with 128 7.5, 7.3. */
     if (w->splits == 4) {
         const int room = sm_count() * 7 / 8;
         if (4 * pairs * ((tokens + 63) / 64) <= room) return BGK_64X2C;

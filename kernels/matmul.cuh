@@ -845,8 +845,8 @@ __device__ __forceinline__ void exchange_parts(float (&sum)[N / 2 / C], const fl
 /* PARTS: sides of a block, of WGS warpgroups each, which share the parts of K out among them;
  * SPREAD: a cluster has one place, and each block is a side; 1: the first sums up, as many as
  * a.cluster says; 2, 4: so many blocks, each a part, each sums up a share of the tokens
- * (exchange_parts()). IN_TURN (and SPREAD 1): a side takes
- * several parts, one after another; else it has one. */
+ * (exchange_parts()). IN_TURN (and SPREAD 1): a side takes several parts, one after another; else
+ * it has one. */
 template <unsigned F, int N, int WGS, int RB, int SC, int BLOCKS, int PARTS, bool IN_TURN,
           bool GROUPED = false, int SPREAD = 0>
 __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
@@ -979,7 +979,7 @@ __global__ void __launch_bounds__(WGS *PARTS * 128 + 128, BLOCKS)
             multiply_as<F, N, RB, SC>(acc, a, r, n, group, t, format);
         }
 #pragma unroll
-        for (int b = 0; b < (SPREAD > 1 ? 0 : RB); b++) {
+        for (int b = 0; b < (SPREAD > 1 ? 0 : RB); b++) { /* else it is written */
             const int mine = p.tile + group * RB + b;
             if (mine >= a.n_tiles) break; /* those were read a second time, for nobody */
             if (RB > 1 || GROUPED)

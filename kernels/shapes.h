@@ -26,6 +26,12 @@ typedef enum bgk_shape {
     BGK_SHAPES
 } bgk_shape;
 
+static inline int bgk_shape_tokens(bgk_shape shape) /* of a block */
+{
+    static const int tokens[BGK_SHAPES] = {8, 8, 16, 16, 32, 32, 64, 64, 64, 128, 128, 64, 128, 8};
+    return tokens[shape];
+}
+
 /* Numbers of tokens for which one shape is picked: 1-8, 9-16, ..., 513-1024, more. */
 enum { BGK_TOKEN_CLASSES = 12 };
 

@@ -528,7 +528,6 @@ Test(matmul, bench_llama_8b, .timeout = 600)
     static const char *const names[BGK_SHAPES] = {"8x1",   "8x2",   "16x1",   "16x2", "32x1",
                                                   "32x2",  "64x1",  "64x2",   "64x4", "128x2",
                                                   "128x4", "64x2c", "128x2c", "8w"};
-    static const int width[BGK_SHAPES] = {8, 8, 16, 16, 32, 32, 64, 64, 64, 128, 128, 64, 128, 8};
     static const int counts[] = {1, 8, 16, 32, 64, 128, 256, 512, 4096};
     enum { MOST = 4096, WIDEST = 28672 };
     float *x = random_f32(64 * 256, 7, 1);
@@ -560,8 +559,9 @@ Test(matmul, bench_llama_8b, .timeout = 600)
             double best = 1e30;
             printf("%-8s %5d:", shapes[i].name, counts[m]);
             for (int s = 0; s < BGK_SHAPES; s++) {
-                if (width[s] < 64 && width[s] < counts[m]) continue;
-                if (width[s] > 2 * counts[m] && width[s] > 8) continue;
+                const int width = bgk_shape_tokens((bgk_shape)s);
+                if (width < 64 && width < counts[m]) continue;
+                if (width > 2 * counts[m] && width > 8) continue;
                 timed b = {
                     .out = {out, shapes[i].glu ? BGK_TILES : BGK_ROWS, shapes[i].glu ? MOST : rows},
                     .d = d,

@@ -131,14 +131,12 @@ bg_status bg_cuda_mla_store(bg_backend *b, bg_act *qa, const bg_act *in, const b
     if (!st) st = bg_cuda_flush(c, err);
     if (st) return st;
     const bool norms = p->q_rank && c->tiled && !b->check && c->s.n_rows;
+    c->mla.qa = qa;
     if (!norms || c->s.n_rows > BGK_STORE_LINEAR) {
-        st = store(c, qa, in, p, NULL, 0, err);
         if (norms && c->index.n_layers) c->mla.start = BGK_HOLDS;
-        c->mla.qa = qa;
-        return st;
+        return store(c, qa, in, p, NULL, 0, err);
     }
     c->mla.store_waits = true;
-    c->mla.qa = qa;
     c->mla.in = in;
     c->mla.store = *p;
     return BG_OK;
@@ -159,28 +157,38 @@ void bg_cuda_forget(bg_cuda *c)
     c->mla.n_products = 0;
 }
 
+/* A product of what mla_store normed, so that another may be beside it, or is. Not *done: it is no
+ * such product, or not to be had. */
+static bg_status beside(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
+                        bgk_start start, bool *done, bg_error *err)
+{
+    const int n = c->s.n_rows;
+    if (start == BGK_WAITS || !l->n_rows || !l->k ||
+        (out->layout == BGK_ROWS && bg_cuda_fast_serves(l, out->data, n)))
+        return BG_OK;
+    const bgk_out in = bg_cuda_out(x);
+    const cudaError_t e =
+        bgk_matmul_start(out, &l->tiles, in.data, in.stride, n, BGK_SILU, start, c->stream);
+    if (e == cudaErrorNotSupported) return BG_OK;
+    *done = true;
+    if (start == BGK_HOLDS) c->mla.start = BGK_BESIDE;
+    return bg_cuda_done(err, e, l->name);
+}
+
 bg_status bg_cuda_mla_stored(bg_cuda *c, const bgk_out *out, const bg_linear *l, const bg_act *x,
                              int n_rows, bool *done, bg_error *err)
 {
-    *done = c->mla.store_waits && x == c->mla.qa && n_rows == c->s.n_rows && l->n_rows && l->k &&
+    const bool normed = x == c->mla.qa && n_rows == c->s.n_rows;
+    *done = c->mla.store_waits && normed && l->n_rows && l->k &&
             c->mla.n_products < BGK_STORE_PRODUCTS &&
             bgk_mla_store_linear_fits(&l->tiles, &c->cache, c->mla.store.q_rank, n_rows);
     if (*done) {
         c->mla.products[c->mla.n_products++] = (bgk_product){*out, &l->tiles};
         return BG_OK;
     }
-    const bgk_start start = x == c->mla.qa && n_rows == c->s.n_rows ? c->mla.start : BGK_WAITS;
+    const bgk_start start = normed ? c->mla.start : BGK_WAITS;
     const bg_status st = bg_cuda_flush(c, err);
-    if (st || start == BGK_WAITS || !l->n_rows || !l->k ||
-        (out->layout == BGK_ROWS && bg_cuda_fast_serves(l, out->data, n_rows)))
-        return st;
-    const bgk_out in = bg_cuda_out(x);
-    const cudaError_t e =
-        bgk_matmul_start(out, &l->tiles, in.data, in.stride, n_rows, BGK_SILU, start, c->stream);
-    if (e == cudaErrorNotSupported) return BG_OK;
-    *done = true;
-    if (start == BGK_HOLDS) c->mla.start = BGK_BESIDE;
-    return bg_cuda_done(err, e, l->name);
+    return st ? st : beside(c, out, l, x, start, done, err);
 }
 
 bg_status bg_cuda_mla_query(bg_backend *b, bg_act *q_lat, const bg_linear *k_b, const bg_act *q,

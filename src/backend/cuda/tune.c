@@ -168,13 +168,13 @@ static bg_status measure(tuner *t, int splits, int tokens, bgk_shape shape, doub
 
 static bool worth_trying(bgk_shape shape, int splits, int tokens)
 {
-    static const int width[BGK_SHAPES] = {8, 8, 16, 16, 32, 32, 64, 64, 64, 128, 128, 64, 128, 8};
+    const int width = bgk_shape_tokens(shape);
     if (splits > 1 &&
         (shape == BGK_8X2 || shape == BGK_16X2 || shape == BGK_32X2 || shape == BGK_128X4))
         return false; /* the kernel of another shape */
     if (splits == 1 && (shape == BGK_64X2C || shape == BGK_128X2C)) return false;
-    if (width[shape] < tokens) return width[shape] >= 64 || (width[shape] == 32 && tokens <= 64);
-    return width[shape] < 2 * tokens || width[shape] == 8;
+    if (width < tokens) return width >= 64 || (width == 32 && tokens <= 64);
+    return width < 2 * tokens || width == 8;
 }
 
 /* The fastest shape, or `before` where that is about as fast. */

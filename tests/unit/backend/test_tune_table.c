@@ -1,6 +1,7 @@
 /* The CUDA backend's table of shapes, which needs no GPU and none of CUDA's headers. */
 #include <criterion/criterion.h>
 #include <limits.h>
+#include <stdlib.h>
 
 #include "backend/cuda/tune_table.h"
 
@@ -52,6 +53,9 @@ Test(tune_table, names)
     cr_expect_str_eq(bg_cuda_shape_name(BGK_8X1), "8x1");
     cr_expect_str_eq(bg_cuda_shape_name(BGK_128X4), "128x4");
     cr_expect_str_eq(bg_cuda_shape_name(BGK_128X2C), "128x2c");
-    for (int i = 0; i < BGK_SHAPES; i++)
-        cr_assert_not_null(bg_cuda_shape_name((bgk_shape)i));
+    for (int i = 0; i < BGK_SHAPES; i++) { /* a name begins with the tokens of a block */
+        const char *name = bg_cuda_shape_name((bgk_shape)i);
+        cr_assert_not_null(name);
+        cr_expect_eq(atoi(name), bgk_shape_tokens((bgk_shape)i), "%s", name);
+    }
 }

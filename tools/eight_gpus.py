@@ -50,6 +50,10 @@ def run(*args, ok=True, limit=LIMIT_S):
     return p.stdout
 
 
+def powers(n):
+    return [k for k in (1, 2, 4, 8) if k <= n]
+
+
 def gpus():
     """[bytes of each GPU]"""
     out = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
@@ -58,8 +62,14 @@ def gpus():
     return sizes[: int(os.environ.get("GPUS", len(sizes)))]
 
 
-def powers(n):
-    return [k for k in (1, 2, 4, 8) if k <= n]
+SIZES = gpus()
+N = max(powers(int(os.environ.get("RANKS", len(SIZES)))), default=0)  # ranks
+REHEARSAL = N > len(SIZES)  # ranks share GPUs: sums take milliseconds, models and jobs are small, no time counts
+
+
+def device(n_ranks):
+    """Names the GPUs of so many ranks; ranks beyond them share."""
+    return "cuda:" + ",".join(str(i) for i in range(min(n_ranks, len(SIZES))))
 
 
 def model(name, *args):
@@ -108,10 +118,10 @@ def comm(pid):
 class Job:
     """One run to its end, watched: CPU seconds of the coordinator by thread, and a rank killed on the way."""
 
-    def __init__(self, name, path, inp, *args, kill=None):
+    def __init__(self, name, path, inp, *args, tp=1, dp=1, kill=None):
         self.out, self.summary = f"{WORK}/{name}.out", f"{WORK}/{name}.summary"
         command = [BATCHGEN, "run", inp, "-m", path, "-o", self.out, "--overwrite", "--ordered", "--temperature", 0,
-                   "--ignore-eos", "--summary", self.summary, "--quiet", *args]
+                   "--ignore-eos", "--summary", self.summary, "--quiet", "--tp", tp, "--dp", dp, "--device", device(tp * dp), *args]
         command = [str(a) for a in command]
         log("$ " + " ".join(command))
         self.threads, self.killed = {}, None
@@ -184,9 +194,9 @@ def same_beginnings(a, b):
 # ---- parts ---------------------------------------------------------------------------------------------
 
 
-def part_sums(n, sizes):
+def part_sums():
     test = f"{BUILD}/tests/gpu/test_comm"
-    out = run(test, "-j1", "--filter", "comm/*_gpus", ok=False)
+    out = run(test, "-j1", "--filter", "comm/*_peers" if REHEARSAL else "comm/*_gpus", ok=False)
     line = next((x for x in out.splitlines() if "Synthesis" in x), "no result")
     say("sums", "right, bit for bit, eager and captured, 1000 replays", re.sub(r"\x1b\[[0-9;]*m", "", line))
     out = run(test, "-j1", "--filter", "comm/bench_sums", ok=False)
@@ -195,8 +205,8 @@ def part_sums(n, sizes):
             say("sums", line, "")
 
 
-def bench(path, tp, *args):
-    out = run(BATCHGEN, "bench", "-m", path, "--load-format", "dummy", "--device", "cuda", "--tp", tp, "--skip-prefill",
+def bench(path, *args, tp=N):
+    out = run(BATCHGEN, "bench", "-m", path, "--load-format", "dummy", "--device", device(tp), "--tp", tp, "--skip-prefill",
               "--profile", "--json", *args)
     return json.loads(out[out.index("{"):])
 
@@ -219,85 +229,95 @@ def show_steps(what, b):
     return last
 
 
-def part_glm5(n, sizes):
+def part_glm5():
     whole, layers = 434e9, 78
-    most = min(layers, int(layers * n * min(sizes) * 0.8 / whole))
+    most = 4 if REHEARSAL else min(layers, int(layers * N * min(SIZES) * 0.65 / whole))
     args = [] if most == layers else ["--layers", most]
     path = model("glm5", "--preset", "glm-5", "--mix", "ud_q4_k", "--header-only", *args)
-    tag = f"GLM-5, {most} of {layers} layers, TP={n}"
-    b = bench(path, n, "--ctx", 1024, "-g", 32, "--batch", "1,32,128,256")
+    tag = f"GLM-5, {most} of {layers} layers, TP={N}"
+    many, few = ("1,128", "1") if REHEARSAL else ("1,32,128,256", "1,32")
+    g, record = (4, ["--max-num-seqs", 8]) if REHEARSAL else (32, ["--max-num-seqs", 256])
+    b = bench(path, "--ctx", 1024, "-g", g, "--batch", many)
     say("glm5", f"{tag}: start", f"{b['start_seconds']:.1f} s; load {json.dumps(b.get('load', {}))}")
-    say("glm5", f"{tag}: memory", f"{b['memory'] / n * 1e-9:.1f} GB a rank, of {b['weight_bytes'] / n * 1e-9:.1f} GB weights")
+    say("glm5", f"{tag}: memory", f"{b['memory'] / N * 1e-9:.1f} GB a rank, of {b['weight_bytes'] / N * 1e-9:.1f} GB weights")
     show_steps(f"{tag}, context 1k, graphs", b)
-    show_steps(f"{tag}, context 1k, eager", bench(path, n, "--ctx", 1024, "-g", 16, "--batch", "1,32", "--eager"))
-    show_steps(f"{tag}, context 4k, graphs", bench(path, n, "--ctx", 4096, "-g", 32, "--batch", "1,32,128,256"))
+    show_steps(f"{tag}, context 1k, eager", bench(path, "--ctx", 1024, "-g", g, "--batch", few, "--eager"))
+    show_steps(f"{tag}, context 4k, graphs", bench(path, "--ctx", 4096, "-g", g, "--batch", many))
     show_steps(f"{tag}, context 4k, graphs, q8 cache",
-               bench(path, n, "--ctx", 4096, "-g", 32, "--batch", "256", "--kv-cache-dtype", "q8"))
-    inp = prompts("glm5", 512, 200, 128)
-    j = Job("glm5", path, inp, "--load-format", "dummy", "--tp", n, "--max-model-len", 2048, "--max-num-seqs", 256)
-    say("glm5", f"{tag}: job of 512", f"{j.rate():.0f} tok/s, {j.sum['seconds']:.1f} s and {j.seconds - j.sum['seconds']:.1f} s "
-                                      "around")
+               bench(path, "--ctx", 4096, "-g", g, "--batch", "128,256", "--kv-cache-dtype", "q8"))
+    inp = prompts("glm5", 8 if REHEARSAL else 512, 200, 8 if REHEARSAL else 128)
+    j = Job("glm5", path, inp, "--load-format", "dummy", "--max-model-len", 2048, *record, tp=N)
+    say("glm5", f"{tag}: job of {j.sum['request_counts']['completed']}",
+        f"{j.rate():.0f} tok/s, {j.sum['seconds']:.1f} s and {j.seconds - j.sum['seconds']:.1f} s around")
 
 
-def part_slice(n, sizes):
+def part_slice():
     path = model("slice", "--preset", "glm5-slice", "--layers", 3, "--experts", 64, "--mix", "q4_k_m")
-    inp = prompts("slice", 32, 40, 32)
-    first = None
-    for tp in powers(n):
-        j = Job(f"slice{tp}", path, inp, "--tp", tp, "--max-model-len", 2048, "--max-num-seqs", 32)
-        e = Job(f"slice{tp}eager", path, inp, "--tp", tp, "--max-model-len", 2048, "--max-num-seqs", 32, "--eager")
-        texts = j.texts()
-        first = first or texts
-        equal, before = same_beginnings(first, texts)
-        say("slice", f"TP={tp}: texts as with TP=1; eager and graphs",
-            f"{equal:.0%} equal, {before:.0%} before the first difference; " +
-            ("equal" if j.digest() == e.digest() else "NOT EQUAL"))
+    inp = prompts("slice", 32, 40, 8 if REHEARSAL else 32)
+    args = ["--max-model-len", 2048, "--max-num-seqs", 32]
+    first = {}
+    for tp in powers(N):
+        j = Job(f"slice{tp}", path, inp, *args, tp=tp)
+        e = Job(f"slice{tp}eager", path, inp, *args, "--eager", tp=tp)
+        exact = Job(f"slice{tp}f32", path, inp, *args, "--compute", "f32", tp=tp)
+        for what, job in (("", j), (" in float32", exact)):
+            equal, before = same_beginnings(first.setdefault(what, job.texts()), job.texts())
+            say("slice", f"TP={tp}: texts as with TP=1{what}", f"{equal:.0%} equal, {before:.0%} before the first difference")
+        say("slice", f"TP={tp}: eager and graphs", "equal" if j.digest() == e.digest() else "NOT EQUAL")
 
 
-def part_llama(n, sizes):
-    path = model("llama", "--preset", "llama-3.1-8b", "--mix", "q4_k_m")
+def llama():
+    """In a rehearsal with few layers: tokens come as fast as from several GPUs."""
+    if REHEARSAL:
+        return model("llama-2-layers", "--preset", "llama-3.1-8b", "--mix", "q4_k_m", "--layers", 2)
+    return model("llama", "--preset", "llama-3.1-8b", "--mix", "q4_k_m")
+
+
+def part_llama():
+    path, args = llama(), ["--max-model-len", 1024, "--max-num-seqs", 256]
     one = None
-    for k in powers(n):
-        inp = prompts("llama", 1000 * k, 100, 128)
-        j = Job(f"dp{k}", path, inp, "--dp", k, "--max-model-len", 1024, "--max-num-seqs", 256)
+    for k in powers(N):
+        j = Job(f"dp{k}", path, prompts("llama", 1000 * k, 100, 128), *args, dp=k)
         one = one or j.rate()
+        work, idle = j.sum["engine"]["device_work_ms"], j.sum["engine"]["device_idle_ms"]
         say("llama", f"--dp {k}: output tok/s", f"{j.rate():.0f}, {j.rate() / one / k:.0%} of {k} x one; idle GPU "
-            f"{j.sum['engine']['device_idle_ms'] / max(1, j.sum['engine']['device_work_ms'] + j.sum['engine']['device_idle_ms']):.1%}")
+                                                f"{idle / max(1, work + idle):.1%}")
         busy = sorted(j.threads.items(), key=lambda x: -x[1])[:5]
         say("llama", f"--dp {k}: coordinator's threads, CPU s of {j.seconds:.0f} s", ", ".join(f"{a} {s:.1f}" for a, s in busy))
-    if n > 1:
-        j = Job("tp", path, prompts("llama", 1000, 100, 128), "--tp", n, "--max-model-len", 1024, "--max-num-seqs", 256)
-        say("llama", f"--tp {n}: output tok/s", f"{j.rate():.0f}")
+    if N > 1:
+        n, tokens = (64, 16) if REHEARSAL else (1000, 128)
+        j = Job("tp", path, prompts("llama", n, 100, tokens), *args, tp=N)
+        say("llama", f"--tp {N}: output tok/s", f"{j.rate():.0f}")
 
 
-def part_kill(n, sizes):
-    path = model("llama", "--preset", "llama-3.1-8b", "--mix", "q4_k_m")
-    inp = prompts("kill", 400, 50, 128)
+def part_kill():
+    path = llama()
     often = ["--max-model-len", 1024, "--max-num-seqs", 64, "--commit-bytes", 1, "--commit-interval", 0.05]
-    for way, which in (("tp", n - 1), ("dp", n - 1)):
-        whole = Job(f"{way}whole", path, inp, f"--{way}", n, *often)
-        j = Job(f"{way}killed", path, inp, f"--{way}", n, *often, kill=which)
+    for way in ("tp", "dp"):
+        n, tokens = (200, 8) if REHEARSAL and way == "tp" else (400, 128)
+        inp = prompts("kill", n, 50, tokens)
+        whole = Job(f"{way}whole", path, inp, *often, **{way: N})
+        j = Job(f"{way}killed", path, inp, *often, kill=N - 1, **{way: N})
         same = "byte-identical" if j.digest() == whole.digest() else "OTHER BYTES"
-        say("kill", f"--{way} {n}: rank {which} killed", f"{same}; {j.sum['engine']['restarts']} restarts, {j.seconds:.1f} s, "
+        say("kill", f"--{way} {N}: rank {N - 1} killed", f"{same}; {j.sum['engine']['restarts']} restarts, {j.seconds:.1f} s, "
                                                          f"undisturbed {whole.seconds:.1f} s")
 
 
 def main():
-    sizes = gpus()
-    n = max(powers(len(sizes)), default=0)
-    if n < 2:
-        sys.exit("two GPUs at least are needed")
+    if N < 2:
+        sys.exit("two GPUs at least are needed; RANKS=8: that many ranks share those that there are, a rehearsal")
     parts = {k[5:]: v for k, v in globals().items() if k.startswith("part_")}
     failed = 0
     for name in sys.argv[1:] or list(parts):
         start = time.monotonic()
         try:
-            parts[name](n, sizes)
+            parts[name]()
         except Exception as e:  # whatever it is: the other parts are run
             say(name, "FAILED", f"{type(e).__name__}: {e}")
             failed += 1
         log(f"{name}: {time.monotonic() - start:.1f} s")
-    print(f"\n{n} GPUs of {sizes[0] / 2**30:.0f} GiB; the whole text: {LOG.name}\n")
+    shared = f", shared by {N} ranks: no time here means anything" if REHEARSAL else ""
+    print(f"\n{len(SIZES)} GPUs of {SIZES[0] / 2**30:.0f} GiB{shared}; the whole text: {LOG.name}\n")
     for part, what, value in TABLE:
         print(f"| {part} | {what} | {value} |")
     sys.exit(failed != 0)

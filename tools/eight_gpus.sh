@@ -13,6 +13,7 @@
 #
 # Variables: WORK   folder for models and outputs (a new one in TMPDIR, removed at the end)
 #            GPUS   how many to use (all)      LOG  where everything is written in full (WORK/log)
+#            RANKS  more than GPUs: they share them, with smaller models and jobs; a rehearsal, whose times mean nothing
 # It needs make all gpu-tests, python3, nvidia-smi, and disk for the models: some 12 GB.
 set -eu
 build=${1:-build}

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 typedef struct slot {
     void *item;
@@ -25,6 +26,7 @@ struct bg_ordered {
 static void *worker(void *arg)
 {
     bg_ordered *o = arg;
+    prctl(PR_SET_NAME, "bg-text"); /* as tools show it */
     pthread_mutex_lock(&o->lock);
     for (;;) {
         while (o->taken == o->pushed && !o->ended && !o->stopped)

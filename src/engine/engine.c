@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 
 #include "base/clock.h"
 #include "base/ring.h"
@@ -688,6 +689,7 @@ static bg_status turn(bg_engine *e, bool *stop, bg_error *err)
 static void *engine_main(void *arg)
 {
     bg_engine *e = arg;
+    prctl(PR_SET_NAME, "bg-engine"); /* as tools show it */
     bg_error err = {0};
     bg_status st;
     bool stop = false;

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 
 #include "base/hash.h"
 #include "base/queue.h"
@@ -707,6 +708,7 @@ static void check_lost(bg_collect *c)
 static void *collector(void *p)
 {
     bg_collect *c = p;
+    prctl(PR_SET_NAME, "bg-write"); /* as tools show it */
     bg_error e = {0};
     for (;;) {
         message *m = bg_queue_pop_within(c->queue, TICK_NS);

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 
 #include "base/clock.h"
@@ -219,6 +220,7 @@ static bg_status read_batch(bg_feed *f, batch *b, int64_t *n_lines, bool *go_on)
 static void *reader(void *arg)
 {
     bg_feed *f = arg;
+    prctl(PR_SET_NAME, "bg-read"); /* as tools show it */
     bool go_on = true;
     int64_t n_lines = 0;
     while (go_on && !f->read_st) {

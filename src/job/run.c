@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -132,6 +133,7 @@ static bg_status submit_all(run *r, bg_seq_spec *specs, int n, bg_error *err)
 static void *admit(void *p)
 {
     run *r = p;
+    prctl(PR_SET_NAME, "bg-admit"); /* as tools show it */
     bg_error *err = &r->admit_err;
     bg_status st = BG_OK;
     bool more = true;

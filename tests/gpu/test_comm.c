@@ -662,6 +662,7 @@ static void run_rank(const world *w, int rank)
         check_peers(c, rank, w);
         break;
     case SUMS_AND_LOGITS:
+        bg_cuda_comm_force(c, BG_CUDA_SUMS_NCCL);
         check_sum(c, rank, w->n, 1, 100, true);
         check_sum(c, rank, w->n, 3, 577, true);
         check_sum(c, rank, w->n, 64, 1024, true);
@@ -737,6 +738,17 @@ Test(comm, two_peers)
 Test(comm, four_peers)
 {
     run_world((world){.n = 4, .vocab = 1003, .max_out = 5, .aim = PEERS});
+}
+
+/* Three: the share of the last one is shorter. */
+Test(comm, three_peers)
+{
+    run_world((world){.n = 3, .vocab = 1003, .max_out = 5, .aim = PEERS});
+}
+
+Test(comm, eight_peers)
+{
+    run_world((world){.n = 8, .vocab = 1003, .max_out = 5, .aim = PEERS});
 }
 
 Test(comm, two_gpus)

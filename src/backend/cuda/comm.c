@@ -4,14 +4,14 @@
  * order in float32, as comm/shm.c does, so that the result is the same on every rank, for every
  * size, and on the CPU.
  *
- *     peers   between GPUs that can read each other's memory: kernels of ours, 8 MB at a time, no
- * NCCL short   everyone's values to everyone, then the sum long    slice r of everyone's values to
- * rank r, which adds them; then the sums to everyone
+ * Between GPUs that can read each other's memory kernels of ours do both, 8 MB at a time, without
+ * NCCL. Else, what is short: everyone's values to everyone, then the sum; what is long: slice r of
+ * everyone's values to rank r, which adds them, then the sums to everyone.
  *
  * All goes out on the backend's stream and can be captured. NCCL is looked for when it is needed: a
  * machine with one GPU need not have it. Several ranks may share a GPU, which NCCL only allows to
- * ranks of different hosts: so they say that they are on different ones, and talk through sockets
- * (slow: for tests).
+ * ranks of different hosts: so they say that they are on different ones, and talk through sockets;
+ * a sum of ours takes until the GPU has come round to all of them (slow, both: for tests).
  *
  * With a stand-in for a comm this rank is alone: sums take the time that the comm says, and its own
  * share of the logits is taken for everyone's. */
@@ -303,14 +303,13 @@ bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
     if (!st) st = bg_cuda_done(err, cudaGetDeviceProperties(&p, c->device), "asking the GPU");
     if (!st) memcpy(mine.gpu, p.uuid.bytes, sizeof mine.gpu);
     if (!st) st = exchange(c, &mine, all, err);
-    const bool shared = !st && gpus_shared(all, m->n);
-    if (!st) set_environment(shared, m->rank);
+    if (!st) set_environment(gpus_shared(all, m->n), m->rank);
     if (!st && m->rank == 0) st = done(m, m->f.get_unique_id(&mine.id), "rank 0", err);
     if (!st) st = exchange(c, &mine, all, err);
     if (!st) st = done(m, m->f.init_rank(&m->nccl, m->n, all[0].id, m->rank), "joining", err);
     if (!st) st = warm_up(c, err);
     bool used;
-    if (!st && !shared) st = bg_cuda_comm_peers(c, &used, err);
+    if (!st) st = bg_cuda_comm_peers(c, &used, err);
 out:
     free(all);
     return st;

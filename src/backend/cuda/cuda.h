@@ -357,8 +357,8 @@ bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err);
 /* comm.c. After the stream is there; waits for the other ranks. */
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
 void bg_cuda_comm_free(bg_cuda *c);
-/* Sums of up to 8 MB through each other's memory from now on, where that works (*used), as is tried
- * by itself where every rank has a GPU of its own. All ranks call it. */
+/* Sums through each other's memory from now on, where that works (*used), as bg_cuda_comm_new() has
+ * tried already. All ranks call it. */
 bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err);
 /* For tests: sums go that way, where it can be gone (peers: once bg_cuda_comm_peers() uses them).
  */

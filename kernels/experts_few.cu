@@ -1,22 +1,23 @@
-/* kernels/experts_few.cu - the second product of experts.cu for items of 8 or 16 tokens and few
+/* kernels/experts_few.cu - the second product of experts.cu for items of up to 32 tokens and few
  * chunks, where a tile is multiplied in less time than a pipeline of warpgroups takes to turn.
  *
  *     out[row, c] = half(limit(scale_c sum_k x[row, k] w[expert, c, k] + bias_c)), rows of items
  *
  * Requires: experts_few.cuh; sm_90a.
  *
- * Launch: blocks of rings, two blocks a processor. A ring is a warp with memory of its own: stages
- * of weights that bulk copies fill, one item's rows of x, and lines of results. No ring waits for
- * another: a lane asks for the next stage as soon as the warp has read one. Rings take consecutive
- * tiles of consecutive items, each as many bytes of weights; x is read once for an item and a ring.
- * Programmatic: the first stages are under way before the kernel before this one ends, where the
- * list is there. Graph-capturable.
+ * Launch: blocks of rings and a warp that brings them rows of x, item by item, one item ahead. A
+ * ring is a warp with memory of its own: stages of weights that bulk copies fill, and lines of
+ * results; a lane asks for the next stage as soon as the warp has read one. A block takes
+ * consecutive tiles of consecutive items, each block as many bytes of weights; its rings take them
+ * by turns, and wait for each other only before x of an item is overwritten. Programmatic: the
+ * first stages are under way before the kernel before this one ends, where the list is there.
+ * Graph-capturable.
  *
  * Order: one chain over K, chunk by chunk and step by step: that of experts.cu, whose bits
  * m16n8k16 gives.
  *
  * Traffic: an expert's weights once per item; they leave L2 first, so that results stay there for
- * who adds them up. Results in whole lines.
+ * who adds them up. x once for an item and a block. Results in whole lines.
  *
  * Proof: tests/gpu/test_moe.c. */
 #include "experts_few.cuh"
@@ -27,13 +28,31 @@
 namespace
 {
 
-constexpr int MOST_RINGS = 4, LEAST_RINGS = 3, RING_STAGES = 2, BLOCKS_EACH = 2, MOST_CHUNKS = 8;
+constexpr int LEAST_RINGS = 3, RING_STAGES = 2, X_STAGES = 2, MOST_CHUNKS = 8;
 /* A stage: chunks, as many of the tile's as there is room for (4 of W4, 1 of W16); with the tile's
- * last, its scales and biases. */
+ * last, its scales and biases. (Stages of two chunks, and more rings: items of 16 take 12 to 25 %
+ * longer, for the turn of a stage costs a warp as much as half a chunk.) */
 constexpr int STAGE_CHUNKS = 4 * 2560, STAGE_SCALES = STAGE_CHUNKS, STAGE_BIAS = STAGE_SCALES + 256,
               STAGE_BYTES = STAGE_BIAS + 256;
 constexpr int LINES = 8 * 128, ALIGNMENT = 128; /* LINES: results of a tile */
-constexpr int BLOCK_SHARED = 113 * 1024 - 512;  /* dynamic; barriers need some more */
+constexpr int RING_BYTES = RING_STAGES * STAGE_BYTES + LINES;
+
+/* By tokens of an item: blocks a processor, and rings a block at most, which leave a thread the
+ * registers it wants: 168, and 255 for 32 tokens (with eight rings they would be 168). */
+__host__ __device__ constexpr int blocks_each(int n)
+{
+    return n > 16 ? 1 : 2;
+}
+
+__host__ __device__ constexpr int most_rings(int n)
+{
+    return n > 16 ? 7 : 4;
+}
+
+constexpr int block_shared(int n) /* dynamic; barriers need some more */
+{
+    return 226 * 1024 / blocks_each(n) - 512;
+}
 
 struct few_args {
     const char *stack[2];            /* tiles of experts [0, n_first), and of the others */
@@ -49,11 +68,11 @@ struct few_args {
     const int *n_items;
     int most;  /* items at most */
     int front; /* the first items, of experts from n_first on */
-    int rings, ring_bytes;
+    int rings;
     bool list_done;
 };
 
-/* Over the tiles of an item, then of the next. */
+/* Over every `step`th tile of an item, then of the next; step <= n_tiles. */
 struct walk {
     int number, tile;
     int4 item, next; /* next: takes its time, so it is read an item ahead */
@@ -70,10 +89,11 @@ struct walk {
         next = read(a, number + 1);
     }
     /* Whether this leads to another item. */
-    __device__ bool step(const few_args &a)
+    __device__ bool move(const few_args &a, int step)
     {
-        if (++tile < a.n_tiles) return false;
-        tile = 0;
+        tile += step;
+        if (tile < a.n_tiles) return false;
+        tile -= a.n_tiles;
         number++;
         item = next;
         next = read(a, number + 1);
@@ -81,7 +101,7 @@ struct walk {
     }
 };
 
-/* The first tile of ring r of n, tiles counted through all items: of n shares of all bytes. */
+/* The first tile of block r of n, tiles counted through all items: of n shares of all bytes. */
 __device__ int first_tile(const few_args &a, int n_items, int r, int n)
 {
     const int front = min(a.front, n_items) * a.n_tiles, rest = n_items * a.n_tiles - front;
@@ -149,6 +169,28 @@ __device__ __forceinline__ void multiply_any(float (&acc)[N / 8][SLICES][4], con
         multiply_slices<BGK_W16, N, SLICES, HALVES>(acc, x, w, n, t);
 }
 
+/* The same for an item of `tokens`, so many of the N as there may be, to the next eight. */
+template <unsigned F, int N, int SLICES>
+__device__ __forceinline__ void multiply_item(float (&acc)[N / 8][SLICES][4], const uint8_t *x,
+                                              uint32_t w, int n, int t, int format, int tokens)
+{
+    if constexpr (N == 32) {
+        if (tokens > 24)
+            multiply_any<F, N, SLICES, 4>(acc, x, w, n, t, format);
+        else if (tokens > 16)
+            multiply_any<F, N, SLICES, 3>(acc, x, w, n, t, format);
+        else
+            multiply_any<F, N, SLICES, 2>(acc, x, w, n, t, format);
+    } else if constexpr (N == 16) {
+        if (tokens > 8)
+            multiply_any<F, N, SLICES, 2>(acc, x, w, n, t, format);
+        else
+            multiply_any<F, N, SLICES, 1>(acc, x, w, n, t, format);
+    } else {
+        multiply_any<F, N, SLICES, 1>(acc, x, w, n, t, format);
+    }
+}
+
 /* A piece, of whose halves n > 0 are there. */
 __device__ void store_piece(__half *to, const uint4 &v, int n)
 {
@@ -190,44 +232,79 @@ __device__ __forceinline__ void write_tokens(__half *out, int64_t stride, uint32
     __syncwarp(); /* before it is written again */
 }
 
+/* Brings the rows of items [first, end), filled up to 8, 16, ..: lane by lane a chunk. */
+template <int N>
+__device__ void bring_rows(const few_args &a, int first, int end, uint32_t full, uint32_t empty,
+                           uint32_t x, int lane)
+{
+    int4 item = walk::read(a, first);
+    ptx_wait_prior();
+    for (int i = first, stage = 0, phase = 1; i < end; i++) {
+        const int4 next = walk::read(a, i + 1);
+        const int bytes = (item.w + 7) / 8 * 1024;
+        mbar_wait(empty + 8 * stage, phase);
+        if (lane == 0) mbar_expect(full + 8 * stage, a.n_chunks * bytes);
+        __syncwarp();
+        if (lane < a.n_chunks)
+            ptx_bulk_copy(x + (stage * a.n_chunks + lane) * N * 128,
+                          a.x + (lane * a.x_stride + item.z) * 64, bytes, full + 8 * stage);
+        item = next;
+        if (++stage == X_STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+}
+
 template <unsigned F, int N>
-__global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
+__global__ void __launch_bounds__(most_rings(N) * 32 + 32, blocks_each(N))
     experts_few(const __grid_constant__ few_args a)
 {
 #if __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int SLICES = 4; /* of a tile */
     extern __shared__ uint8_t dynamic[];
-    __shared__ uint64_t barriers[MOST_RINGS][RING_STAGES + 1];
+    __shared__ uint64_t barriers[most_rings(N)][RING_STAGES], x_barriers[2][X_STAGES];
     const int lane = threadIdx.x % 32, ring = threadIdx.x / 32;
-    const uint32_t full = ptx_shared(barriers[ring]), x_full = full + 8 * RING_STAGES;
-    uint8_t *const memory =
-        dynamic + (-ptx_shared(dynamic) & (ALIGNMENT - 1)) + (size_t)ring * (size_t)a.ring_bytes;
-    uint8_t *const x = memory + RING_STAGES * STAGE_BYTES;
-    const uint32_t data = ptx_shared(memory), lines = ptx_shared(x) + a.n_chunks * N * 128;
-    if (lane == 0) {
-        for (int i = 0; i <= RING_STAGES; i++)
-            mbar_init(full + 8 * i, 1);
+    const uint32_t x_full = ptx_shared(x_barriers[0]), x_empty = ptx_shared(x_barriers[1]);
+    uint8_t *const rows = dynamic + (-ptx_shared(dynamic) & (ALIGNMENT - 1));
+    const uint32_t own = ptx_shared(rows) + X_STAGES * a.n_chunks * N * 128 + ring * RING_BYTES;
+    const uint32_t lines = own + RING_STAGES * STAGE_BYTES;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < a.rings * RING_STAGES; i++)
+            mbar_init(ptx_shared(&barriers[i / RING_STAGES][i % RING_STAGES]), 1);
+        for (int i = 0; i < X_STAGES; i++) {
+            mbar_init(x_full + 8 * i, 1);
+            mbar_init(x_empty + 8 * i, a.rings * ARRIVALS);
+        }
         mbar_init_fence();
     }
-    __syncwarp();
+    __syncthreads();
     /* Whoever starts after this kernel may count on what the kernel before it has done. */
     if (!a.list_done) ptx_wait_prior();
     ptx_let_next_start();
-    const int n_rings = a.rings * (int)gridDim.x, own = ring * (int)gridDim.x + (int)blockIdx.x;
-    const int edge = first_tile(a, __ldcg(a.n_items), own + lane % 2, n_rings);
+    const int edge = first_tile(a, __ldcg(a.n_items), (int)blockIdx.x + lane % 2, (int)gridDim.x);
     const int begin = __shfl_sync(~0u, edge, 0), end = __shfl_sync(~0u, edge, 1);
+    const int first = begin / a.n_tiles;
+    if (ring == a.rings) {
+        if (begin < end)
+            bring_rows<N>(a, first, (end + a.n_tiles - 1) / a.n_tiles, x_full, x_empty,
+                          ptx_shared(rows), lane);
+        return;
+    }
 
+    const uint32_t full = ptx_shared(barriers[ring]);
     walk ahead, now; /* what is brought, and what is multiplied */
-    now.begin(a, min(begin, max(end - 1, 0)));
+    now.begin(a, min(begin + ring, max(end - 1, 0)));
     ahead = now;
-    int chunk = 0, left = end - begin; /* to be brought: the tile's next, and so many tiles */
+    int chunk = 0; /* to be brought: the tile's next, and so many tiles */
+    int left = (end - begin - ring + a.rings - 1) / a.rings;
     auto bring = [&](int stage) {
-        if (!left) return;
+        if (left <= 0) return;
         const int expert = ahead.item.x & 0xffff;
         const bool other = expert >= a.n_first;
         const int bytes = a.bytes[other], count = min(a.per[other], a.n_chunks - chunk);
         const bool last = chunk + count == a.n_chunks;
-        const uint32_t bar = full + 8 * stage, to = data + stage * STAGE_BYTES;
+        const uint32_t bar = full + 8 * stage, to = own + stage * STAGE_BYTES;
         if (lane == 0) {
             const int64_t row = (int64_t)expert * a.n_tiles + ahead.tile,
                           tile = row - (other ? (int64_t)a.n_first * a.n_tiles : 0);
@@ -247,44 +324,35 @@ __global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
         if (!last) return;
         chunk = 0;
         left--;
-        ahead.step(a);
-    };
-    /* An item's rows, filled up to 8 or 16. */
-    auto bring_x = [&](const int4 &item) {
-        const int bytes = (item.w + 7) / 8 * 1024;
-        if (lane == 0) mbar_expect(x_full, a.n_chunks * bytes);
-        __syncwarp();
-        if (lane < a.n_chunks)
-            ptx_bulk_copy(ptx_shared(x) + lane * N * 128, a.x + (lane * a.x_stride + item.z) * 64,
-                          bytes, x_full);
-        __syncwarp();
+        ahead.move(a, a.rings);
     };
     for (int i = 0; i < RING_STAGES; i++)
         bring(i);
     ptx_wait_prior();
-    if (begin == end) return;
-    bring_x(now.item);
-    int stage = 0, phase = 0, x_phase = 0;
-    bool fresh = true; /* the item */
-    for (int i = begin; i < end; i++) {
+    int stage = 0, phase = 0, x_stage = 0, x_phase = 0;
+    bool fresh = true; /* the item: its x is still to come */
+    auto leave_item = [&]() {
+        give_back(x_empty + 8 * x_stage, lane);
+        if (++x_stage == X_STAGES) {
+            x_stage = 0;
+            x_phase ^= 1;
+        }
+    };
+    if (now.number > first) leave_item(); /* of which other rings have tiles */
+    for (int i = begin + ring; i < end; i += a.rings) {
         const bool other = (now.item.x & 0xffff) >= a.n_first;
         const int format = a.format[other], per = a.per[other];
+        const uint8_t *const x = rows + (size_t)(x_stage * a.n_chunks) * N * 128;
         float acc[N / 8][SLICES][4], scale[SLICES][2], bias[SLICES][2];
 #pragma unroll
         for (int j = 0; j < N / 2 * SLICES; j++)
             acc[j / (4 * SLICES)][j / 4 % SLICES][j % 4] = 0.0f;
-        if (fresh) {
-            mbar_wait(x_full, x_phase);
-            x_phase ^= 1;
-        }
+        if (fresh) mbar_wait(x_full + 8 * x_stage, x_phase);
         for (int c = 0; c < a.n_chunks; c += per) {
-            const uint32_t w = data + stage * STAGE_BYTES;
+            const uint32_t w = own + stage * STAGE_BYTES;
             mbar_wait(full + 8 * stage, phase);
-            const int count = min(per, a.n_chunks - c);
-            if (N > 8 && now.item.w > 8)
-                multiply_any<F, N, SLICES, N / 8>(acc, x + c * N * 128, w, count, lane, format);
-            else
-                multiply_any<F, N, SLICES, 1>(acc, x + c * N * 128, w, count, lane, format);
+            multiply_item<F, N, SLICES>(acc, x + c * N * 128, w, min(per, a.n_chunks - c), lane,
+                                        format, now.item.w);
             if (c + per >= a.n_chunks) {
 #pragma unroll
                 for (int j = 0; j < 2 * SLICES; j++) {
@@ -303,8 +371,8 @@ __global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
         }
         const int4 item = now.item;
         const int col = now.tile * 64;
-        fresh = now.step(a);
-        if (fresh && i + 1 < end) bring_x(now.item);
+        fresh = now.move(a, a.rings);
+        if (fresh) leave_item();
 #pragma unroll
         for (int h = 0; h < N / 8; h++) {
             if (8 * h >= item.w) break;
@@ -325,18 +393,21 @@ __global__ void __launch_bounds__(MOST_RINGS * 32, BLOCKS_EACH)
 template <unsigned F, int N> cudaError_t launch_few(few_args a, cudaStream_t stream)
 {
     static const cudaError_t ready = cudaFuncSetAttribute(
-        experts_few<F, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, BLOCK_SHARED);
+        experts_few<F, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, block_shared(N));
     if (ready != cudaSuccess) return ready;
-    a.ring_bytes = RING_STAGES * STAGE_BYTES + a.n_chunks * N * 128 + LINES;
-    a.rings = min(MOST_RINGS, (BLOCK_SHARED - ALIGNMENT) / a.ring_bytes);
+    const int x_bytes = X_STAGES * a.n_chunks * N * 128 + ALIGNMENT;
+    a.rings = min(min(most_rings(N), a.n_tiles), (block_shared(N) - x_bytes) / RING_BYTES);
     if (a.rings < LEAST_RINGS) return cudaErrorNotSupported;
-    return launch_after(experts_few<F, N>, dim3(min(a.most * a.n_tiles, sm_count() * BLOCKS_EACH)),
-                        dim3(a.rings * 32), (size_t)a.rings * a.ring_bytes + ALIGNMENT, stream, a);
+    return launch_after(
+        experts_few<F, N>, dim3(min(a.most * a.n_tiles, sm_count() * blocks_each(N))),
+        dim3(a.rings * 32 + 32), (size_t)(x_bytes + a.rings * RING_BYTES), stream, a);
 }
 
 template <unsigned F> cudaError_t launch_few(const few_args &a, int n, cudaStream_t stream)
 {
-    return n == 8 ? launch_few<F, 8>(a, stream) : launch_few<F, 16>(a, stream);
+    return n == 8    ? launch_few<F, 8>(a, stream)
+           : n == 16 ? launch_few<F, 16>(a, stream)
+                     : launch_few<F, 32>(a, stream);
 }
 
 } // namespace
@@ -344,7 +415,7 @@ template <unsigned F> cudaError_t launch_few(const few_args &a, int n, cudaStrea
 cudaError_t bgk_experts_few(const bgk_out *out, const bgk_weights *w, const bgk_out *x,
                             const bgk_moe *m, bool list_done, cudaStream_t stream)
 {
-    if (m->n > 16 || w->n_chunks > MOST_CHUNKS || w->splits != 1 || w->n_ff ||
+    if (m->n > 32 || w->n_chunks > MOST_CHUNKS || w->splits != 1 || w->n_ff ||
         out->layout != BGK_HALF_ROWS || out->stride % 8 || (uintptr_t)out->data % 16 ||
         (w->bias && (uintptr_t)w->bias % 16))
         return cudaErrorNotSupported;

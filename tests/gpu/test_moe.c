@@ -637,6 +637,9 @@ Test(moe, experts, .timeout = 300)
         {24, 2, 1, 768, 256, 512, 256, BG_Q4_K, BG_Q4_K, BG_Q8_0, false, true, BG_SILU, 300},
         {12, 2, 1, 1004, 352, 352, 0, BG_F32, BG_Q8_0, BG_F32, true, false, BG_GELU_TANH, 300},
         {12, 2, 0, 1280, 512, 512, 0, BG_Q4_K, BG_Q6_K, BG_F32, true, false, BG_SILU, 100},
+        /* GLM-5's widths on a rank of 8: parts of K in turn, items of 32, of 64 */
+        {8, 2, 1, 6144, 256, 512, 256, BG_Q4_K, BG_Q4_K, BG_Q8_0, false, false, BG_SILU, 100},
+        {8, 2, 1, 6144, 256, 256, 0, BG_Q4_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 150},
         /* as many experts as few_moe.cu has warps for, in two formats */
         {20, 15, 1, 224, 160, 160, 0, BG_Q4_0, BG_Q4_0, BG_Q8_0, false, true, BG_SILU, 33},
         {18, 14, 2, 256, 512, 512, 0, BG_Q6_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 33},
@@ -915,7 +918,7 @@ static bg_linear_part dummy(const char *name, uint32_t type, int64_t n_total, in
 
 static void bench_layer(const layer *l)
 {
-    static const int counts[] = {1, 8, 32, 64, 128, 256, BENCH_MOST};
+    static const int counts[] = {1, 8, 32, 64, 128, 256, 512, 768, BENCH_MOST};
     static const char *const names[WHATS] = {"route",   "products", "choice",   "plan",
                                              "gather",  "gate_up",  "down",     "(in blocks)",
                                              "combine", "moe",      "route+moe"};
@@ -967,11 +970,11 @@ static void bench_layer(const layer *l)
                            .n_used = l->n_used,
                            .n_shared = l->n_shared,
                            .tokens = t,
-                           .n = t <= 8 || mean <= 4 ? 8
-                                : mean <= 12        ? 16
-                                : mean <= 20        ? 32
-                                : mean <= 48        ? 64
-                                                    : 128,
+                           .n = t <= 8 || mean < 4 ? 8
+                                : mean <= 12       ? 16
+                                : mean <= 26       ? 32
+                                : mean <= 48       ? 64
+                                                   : 128,
                            .route_cols = cols};
             m->route = poisoned((size_t)(t * cols) * 4);
             m->pos = poisoned((size_t)(t * l->n_used) * 4);

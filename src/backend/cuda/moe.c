@@ -673,8 +673,8 @@ bg_status bg_cuda_experts_new(bg_backend *b, bg_experts **out, const bg_experts_
 static int item_tokens(const bg_experts *e, int tokens)
 {
     const double mean = (double)tokens * e->n_used / e->n_experts;
-    if (tokens <= BGK_DIRECT || mean <= 4) return 8;
-    return mean <= 12 ? 16 : mean <= 20 ? 32 : mean <= 48 ? 64 : MOST_N;
+    if (tokens <= BGK_DIRECT || mean < 4) return 8;
+    return mean <= 12 ? 16 : mean <= 26 ? 32 : mean <= 48 ? 64 : MOST_N;
 }
 
 static cudaError_t tiled_moe(bg_cuda *c, bg_act *out, const bg_experts *e, const bgk_moe *m,

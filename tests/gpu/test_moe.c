@@ -639,7 +639,7 @@ Test(moe, experts, .timeout = 300)
         {12, 2, 0, 1280, 512, 512, 0, BG_Q4_K, BG_Q6_K, BG_F32, true, false, BG_SILU, 100},
         /* GLM-5's widths on a rank of 8: parts of K in turn, items of 32, of 64 */
         {8, 2, 1, 6144, 256, 512, 256, BG_Q4_K, BG_Q4_K, BG_Q8_0, false, false, BG_SILU, 100},
-        {8, 2, 1, 6144, 256, 256, 0, BG_Q4_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 150},
+        {16, 2, 1, 6144, 256, 256, 0, BG_Q4_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 300},
         /* as many experts as few_moe.cu has warps for, in two formats */
         {20, 15, 1, 224, 160, 160, 0, BG_Q4_0, BG_Q4_0, BG_Q8_0, false, true, BG_SILU, 33},
         {18, 14, 2, 256, 512, 512, 0, BG_Q6_K, BG_Q6_K, BG_Q8_0, false, false, BG_SILU, 33},

@@ -56,6 +56,8 @@ def powers(n):
 
 def gpus():
     """[bytes of each GPU]"""
+    if os.environ.get("GPUS") == "0":
+        return []
     out = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
                          text=True, check=True).stdout
     sizes = [int(x) << 20 for x in out.split()]
@@ -63,17 +65,20 @@ def gpus():
 
 
 SIZES = gpus()
+CPU = not SIZES  # tiny models instead of each
 N = max(powers(int(os.environ.get("RANKS", len(SIZES)))), default=0)  # ranks
 REHEARSAL = N > len(SIZES)  # ranks share GPUs: sums take milliseconds, models and jobs are small, no time counts
+TINY = {"glm5-slice": "tiny-glm-dsa", "llama-3.1-8b": "tiny-llama"}
 
 
 def device(n_ranks):
     """Names the GPUs of so many ranks; ranks beyond them share."""
-    return "cuda:" + ",".join(str(i) for i in range(min(n_ranks, len(SIZES))))
+    return "cpu" if CPU else "cuda:" + ",".join(str(i) for i in range(min(n_ranks, len(SIZES))))
 
 
-def model(name, *args):
+def model(name, preset, mix, *args):
     path = f"{WORK}/{name}.gguf"
+    args = ["--preset", TINY[preset] if CPU else preset, "--mix", mix, *([] if CPU else args)]
     if not os.path.exists(path):
         start = time.monotonic()
         run(MKMODEL, *args, "--threads", os.cpu_count() or 2, "-o", path + ".part")
@@ -233,9 +238,9 @@ def part_glm5():
     whole, layers = 434e9, 78
     most = 4 if REHEARSAL else min(layers, int(layers * N * min(SIZES) * 0.65 / whole))
     args = [] if most == layers else ["--layers", most]
-    path = model("glm5", "--preset", "glm-5", "--mix", "ud_q4_k", "--header-only", *args)
+    path = model("glm5", "glm-5", "ud_q4_k", "--header-only", *args)
     tag = f"GLM-5, {most} of {layers} layers, TP={N}"
-    many, few = ("1,128", "1") if REHEARSAL else ("1,32,128,256", "1,32")
+    many, few = ("1,128", "1") if REHEARSAL else ("1,32,128,256,512", "1,32")
     g, record = (4, ["--max-num-seqs", 8]) if REHEARSAL else (32, ["--max-num-seqs", 256])
     b = bench(path, "--ctx", 1024, "-g", g, "--batch", many)
     say("glm5", f"{tag}: start", f"{b['start_seconds']:.1f} s; load {json.dumps(b.get('load', {}))}")
@@ -252,25 +257,26 @@ def part_glm5():
 
 
 def part_slice():
-    path = model("slice", "--preset", "glm5-slice", "--layers", 3, "--experts", 64, "--mix", "q4_k_m")
+    path = model("slice", "glm5-slice", "q4_k_m", "--layers", 3, "--experts", 64)
     inp = prompts("slice", 32, 40, 8 if REHEARSAL else 32)
     args = ["--max-model-len", 2048, "--max-num-seqs", 32]
-    first = {}
-    for tp in powers(N):
-        j = Job(f"slice{tp}", path, inp, *args, tp=tp)
-        e = Job(f"slice{tp}eager", path, inp, *args, "--eager", tp=tp)
-        exact = Job(f"slice{tp}f32", path, inp, *args, "--compute", "f32", tp=tp)
-        for what, job in (("", j), (" in float32", exact)):
-            equal, before = same_beginnings(first.setdefault(what, job.texts()), job.texts())
+    for what, compute in (("", "native"), (" in float32", "f32")):
+        first = None
+        for tp in powers(N):
+            j = Job(f"slice{tp}{compute}", path, inp, *args, "--compute", compute, tp=tp)
+            first = first or j.texts()
+            equal, before = same_beginnings(first, j.texts())
             say("slice", f"TP={tp}: texts as with TP=1{what}", f"{equal:.0%} equal, {before:.0%} before the first difference")
-        say("slice", f"TP={tp}: eager and graphs", "equal" if j.digest() == e.digest() else "NOT EQUAL")
+            if compute == "native":
+                e = Job(f"slice{tp}eager", path, inp, *args, "--eager", tp=tp)
+                say("slice", f"TP={tp}: eager and graphs", "equal" if j.digest() == e.digest() else "NOT EQUAL")
 
 
 def llama():
     """In a rehearsal with few layers: tokens come as fast as from several GPUs."""
     if REHEARSAL:
-        return model("llama-2-layers", "--preset", "llama-3.1-8b", "--mix", "q4_k_m", "--layers", 2)
-    return model("llama", "--preset", "llama-3.1-8b", "--mix", "q4_k_m")
+        return model("llama-2-layers", "llama-3.1-8b", "q4_k_m", "--layers", 2)
+    return model("llama", "llama-3.1-8b", "q4_k_m")
 
 
 def part_llama():
@@ -294,7 +300,7 @@ def part_kill():
     path = llama()
     often = ["--max-model-len", 1024, "--max-num-seqs", 64, "--commit-bytes", 1, "--commit-interval", 0.05]
     for way in ("tp", "dp"):
-        n, tokens = (200, 8) if REHEARSAL and way == "tp" else (400, 128)
+        n, tokens = (200, 8) if REHEARSAL and (CPU or way == "tp") else (400, 128)
         inp = prompts("kill", n, 50, tokens)
         whole = Job(f"{way}whole", path, inp, *often, **{way: N})
         j = Job(f"{way}killed", path, inp, *often, kill=N - 1, **{way: N})
@@ -308,7 +314,7 @@ def main():
         sys.exit("two GPUs at least are needed; RANKS=8: that many ranks share those that there are, a rehearsal")
     parts = {k[5:]: v for k, v in globals().items() if k.startswith("part_")}
     failed = 0
-    for name in sys.argv[1:] or list(parts):
+    for name in sys.argv[1:] or (["slice", "llama", "kill"] if CPU else list(parts)):
         start = time.monotonic()
         try:
             parts[name]()
@@ -316,8 +322,9 @@ def main():
             say(name, "FAILED", f"{type(e).__name__}: {e}")
             failed += 1
         log(f"{name}: {time.monotonic() - start:.1f} s")
+    what = f"{len(SIZES)} GPUs of {SIZES[0] / 2**30:.0f} GiB" if SIZES else "The CPU"
     shared = f", shared by {N} ranks: no time here means anything" if REHEARSAL else ""
-    print(f"\n{len(SIZES)} GPUs of {SIZES[0] / 2**30:.0f} GiB{shared}; the whole text: {LOG.name}\n")
+    print(f"\n{what}{shared}; the whole text: {LOG.name}\n")
     for part, what, value in TABLE:
         print(f"| {part} | {what} | {value} |")
     sys.exit(failed != 0)

@@ -13,7 +13,8 @@
 #
 # Variables: WORK   folder for models and outputs (a new one in TMPDIR, removed at the end)
 #            GPUS   how many to use (all)      LOG  where everything is written in full (WORK/log)
-#            RANKS  more than GPUs: they share them, with smaller models and jobs; a rehearsal, whose times mean nothing
+#            RANKS  more than GPUs: they share them, with smaller models and jobs; a rehearsal, whose times mean nothing;
+#                   with GPUS=0 on the CPU with tiny models, which is how the tests run it
 # It needs make all gpu-tests, python3, nvidia-smi, and disk for the models: some 12 GB.
 set -eu
 build=${1:-build}

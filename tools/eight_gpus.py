@@ -241,7 +241,7 @@ def part_glm5():
     path = model("glm5", "glm-5", "ud_q4_k", "--header-only", *args)
     tag = f"GLM-5, {most} of {layers} layers, TP={N}"
     many, few = ("1,128", "1") if REHEARSAL else ("1,32,128,256,512", "1,32")
-    g, record = (4, ["--max-num-seqs", 8]) if REHEARSAL else (32, ["--max-num-seqs", 256])
+    g, seqs = (4, 8) if REHEARSAL else (32, 512)
     b = bench(path, "--ctx", 1024, "-g", g, "--batch", many)
     say("glm5", f"{tag}: start", f"{b['start_seconds']:.1f} s; load {json.dumps(b.get('load', {}))}")
     say("glm5", f"{tag}: memory", f"{b['memory'] / N * 1e-9:.1f} GB a rank, of {b['weight_bytes'] / N * 1e-9:.1f} GB weights")
@@ -250,8 +250,8 @@ def part_glm5():
     show_steps(f"{tag}, context 4k, graphs", bench(path, "--ctx", 4096, "-g", g, "--batch", many))
     show_steps(f"{tag}, context 4k, graphs, q8 cache",
                bench(path, "--ctx", 4096, "-g", g, "--batch", "128,256", "--kv-cache-dtype", "q8"))
-    inp = prompts("glm5", 8 if REHEARSAL else 512, 200, 8 if REHEARSAL else 128)
-    j = Job("glm5", path, inp, "--load-format", "dummy", "--max-model-len", 2048, *record, tp=N)
+    inp = prompts("glm5", 8 if REHEARSAL else 1024, 200, 8 if REHEARSAL else 128)
+    j = Job("glm5", path, inp, "--load-format", "dummy", "--max-model-len", 2048, "--max-num-seqs", seqs, tp=N)
     say("glm5", f"{tag}: job of {j.sum['request_counts']['completed']}",
         f"{j.rate():.0f} tok/s, {j.sum['seconds']:.1f} s and {j.seconds - j.sum['seconds']:.1f} s around")
 

@@ -10,6 +10,9 @@
 # as it takes. The same after a preemption, or when a node dies (--requeue).
 #
 # One shard again, alone:  BATCHGEN_SHARD_COUNT=4 sbatch --array=3 slurm.sh
+#
+# GPUs: sbatch --gres=gpu:1 slurm.sh, one for each shard. A model that takes the eight of a node, as GLM-5 does:
+# sbatch --array=1 --gres=gpu:8 --mem=0 slurm.sh, with "tensor_parallel_size": 8 in the job file.
 
 #SBATCH --job-name=batchgen
 #SBATCH --array=1-4

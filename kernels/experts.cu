@@ -23,10 +23,9 @@ cudaError_t launch_items(const args &a, int w_bytes, int n, cudaStream_t stream)
     constexpr bool MIXED = !single(F);
     constexpr int B2 = MIXED ? 1 : 2, RB = MIXED ? 1 : 2, FEW_B2 = F == ALL ? 1 : 2,
                   SC = MIXED ? 2 : 4;
-    const bool pairs = a.splits == 1 && a.n_tiles % 2 == 0;
     switch (n) {
     case 8:
-        if (pairs && a.token_blocks > 16)
+        if (a.splits == 1 && a.n_tiles % 2 == 0 && a.token_blocks > 16)
             return launch<F, 8, 2, 1, SC, FEW_B2, 1, false, true>(a, w_bytes, stream);
         return launch_parts<F, 8, 3, true>(a, w_bytes, stream);
     /* Two tiles a block, which read x once, and parts of K in turn: blocks of one tile, with parts
@@ -40,7 +39,7 @@ cudaError_t launch_items(const args &a, int w_bytes, int n, cudaStream_t stream)
         if (a.splits == 1)
             return launch < F, 64, 2, 1, 2, F == 1u << BGK_W16 ? 1 : B2, 1, false,
                    true > (a, w_bytes, stream);
-        return launch_in_turn<F, 64, 2, 1, true>(a, w_bytes, stream);
+        return launch<F, 64, 2, 1, 2, 1, 1, true, true>(a, w_bytes, stream);
     default:
         if (a.splits == 1 && a.n_tiles % 4 == 0)
             return launch<F, 128, 2, RB, 2, 1, 1, false, true>(a, w_bytes, stream);

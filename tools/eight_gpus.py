@@ -22,6 +22,7 @@ else:
     atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 LOG = open(os.environ.get("LOG", f"{WORK}/log"), "a", encoding="utf-8")
 TABLE = []  # (part, what, value)
+WRONG = []  # what did not come out as it must
 LIMIT_S = 580  # of one program
 
 
@@ -32,6 +33,12 @@ class Bad(Exception):
 def say(part, what, value):
     TABLE.append((part, what, str(value)))
     print(f"{part:6} {what:58} {value}", flush=True)
+
+
+def judge(part, what, value, ok):
+    say(part, what, value)
+    if not ok:
+        WRONG.append(f"{part}: {what}: {value}")
 
 
 def log(text):
@@ -58,8 +65,11 @@ def gpus():
     """[bytes of each GPU]"""
     if os.environ.get("GPUS") == "0":
         return []
-    out = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True,
-                         text=True, check=True).stdout
+    try:
+        out = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+                             capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as e:
+        sys.exit(f"no GPUs are to be had: {e}; GPUS=0 RANKS=4: a rehearsal on the CPU")
     sizes = [int(x) << 20 for x in out.split()]
     return sizes[: int(os.environ.get("GPUS", len(sizes)))]
 
@@ -126,7 +136,8 @@ class Job:
     def __init__(self, name, path, inp, *args, tp=1, dp=1, kill=None):
         self.out, self.summary = f"{WORK}/{name}.out", f"{WORK}/{name}.summary"
         command = [BATCHGEN, "run", inp, "-m", path, "-o", self.out, "--overwrite", "--ordered", "--temperature", 0,
-                   "--ignore-eos", "--summary", self.summary, "--quiet", "--tp", tp, "--dp", dp, "--device", device(tp * dp), *args]
+                   "--ignore-eos", "--summary", self.summary, "--quiet", "--tp", tp, "--dp", dp,
+                   "--device", device(tp * dp), *args]
         command = [str(a) for a in command]
         log("$ " + " ".join(command))
         self.threads, self.killed = {}, None
@@ -203,15 +214,16 @@ def part_sums():
     test = f"{BUILD}/tests/gpu/test_comm"
     out = run(test, "-j1", "--filter", "comm/*_peers" if REHEARSAL else "comm/*_gpus", ok=False)
     line = next((x for x in out.splitlines() if "Synthesis" in x), "no result")
-    say("sums", "right, bit for bit, eager and captured, 1000 replays", re.sub(r"\x1b\[[0-9;]*m", "", line))
+    line = re.sub(r"\x1b\[[0-9;]*m", "", line)
+    judge("sums", "right, bit for bit, eager and captured", line, "Failing: 0 | Crashing: 0" in line)
     out = run(test, "-j1", "--filter", "comm/bench_sums", ok=False)
     for line in out.splitlines():
         if re.match(r"us a sum|\s+KiB|\s+\d+(\s+([\d.]+|-)){6}$", line):
             say("sums", line, "")
 
 
-def bench(path, *args, tp=N):
-    out = run(BATCHGEN, "bench", "-m", path, "--load-format", "dummy", "--device", device(tp), "--tp", tp, "--skip-prefill",
+def bench(path, *args):
+    out = run(BATCHGEN, "bench", "-m", path, "--load-format", "dummy", "--device", device(N), "--tp", N, "--skip-prefill",
               "--profile", "--json", *args)
     return json.loads(out[out.index("{"):])
 
@@ -225,13 +237,11 @@ def show_steps(what, b):
             more = (f", sums {own['all_reduce_ms']:.2f} ms x {own['all_reduces']}, floor {own['memory_floor_ms']:.2f} ms, "
                     f"step/floor+sums {own['step_over_floor_with_all_reduces']:.2f}")
         say("glm5", f"{what}, batch {r['batch']}", f"{step:.2f} ms, {r['decode_tokens_per_second']:.0f} tok/s{more}")
-    last = b["rows"][-1].get("decode_profile") if b["rows"] else None
     for r in b["rows"]:
         p = r.get("decode_profile")
         if p and r["batch"] in (1, 128):
             split = ", ".join(f"{k['name']} {k['ms']:.2f}" for k in sorted(p["by_op"], key=lambda k: -k["ms"])[:8])
             say("glm5", f"{what}, batch {r['batch']}: ms by op", split)
-    return last
 
 
 def part_glm5():
@@ -266,10 +276,11 @@ def part_slice():
             j = Job(f"slice{tp}{compute}", path, inp, *args, "--compute", compute, tp=tp)
             first = first or j.texts()
             equal, before = same_beginnings(first, j.texts())
-            say("slice", f"TP={tp}: texts as with TP=1{what}", f"{equal:.0%} equal, {before:.0%} before the first difference")
-            if compute == "native":
-                e = Job(f"slice{tp}eager", path, inp, *args, "--eager", tp=tp)
-                say("slice", f"TP={tp}: eager and graphs", "equal" if j.digest() == e.digest() else "NOT EQUAL")
+            judge("slice", f"TP={tp}: texts as with TP=1{what}",
+                  f"{equal:.0%} equal, {before:.0%} before the first difference", compute == "native" or equal >= 0.85)
+            if compute == "native" and not CPU:  # where it makes a difference
+                same = j.digest() == Job(f"slice{tp}eager", path, inp, *args, "--eager", tp=tp).digest()
+                judge("slice", f"TP={tp}: eager and graphs", "equal" if same else "NOT EQUAL", same)
 
 
 def llama():
@@ -304,30 +315,36 @@ def part_kill():
         inp = prompts("kill", n, 50, tokens)
         whole = Job(f"{way}whole", path, inp, *often, **{way: N})
         j = Job(f"{way}killed", path, inp, *often, kill=N - 1, **{way: N})
-        same = "byte-identical" if j.digest() == whole.digest() else "OTHER BYTES"
-        say("kill", f"--{way} {N}: rank {N - 1} killed", f"{same}; {j.sum['engine']['restarts']} restarts, {j.seconds:.1f} s, "
-                                                         f"undisturbed {whole.seconds:.1f} s")
+        same = j.digest() == whole.digest()
+        judge("kill", f"--{way} {N}: rank {N - 1} killed",
+              f"{'byte-identical' if same else 'OTHER BYTES'}; {j.sum['engine']['restarts']} restarts, {j.seconds:.1f} s, "
+              f"undisturbed {whole.seconds:.1f} s", same)
 
 
 def main():
     if N < 2:
         sys.exit("two GPUs at least are needed; RANKS=8: that many ranks share those that there are, a rehearsal")
     parts = {k[5:]: v for k, v in globals().items() if k.startswith("part_")}
-    failed = 0
-    for name in sys.argv[1:] or (["slice", "llama", "kill"] if CPU else list(parts)):
+    if CPU:  # the others need a GPU's random weights, or its sums
+        parts = {k: parts[k] for k in ("slice", "llama", "kill")}
+    wanted = sys.argv[1:] or list(parts)
+    if not set(wanted) <= set(parts):
+        sys.exit(f"there are the parts {', '.join(parts)}{' on the CPU' if CPU else ''}, not {' '.join(wanted)}")
+    for name in wanted:
         start = time.monotonic()
         try:
             parts[name]()
         except Exception as e:  # whatever it is: the other parts are run
-            say(name, "FAILED", f"{type(e).__name__}: {e}")
-            failed += 1
+            judge(name, "FAILED", f"{type(e).__name__}: {e}", False)
         log(f"{name}: {time.monotonic() - start:.1f} s")
     what = f"{len(SIZES)} GPUs of {SIZES[0] / 2**30:.0f} GiB" if SIZES else "The CPU"
     shared = f", shared by {N} ranks: no time here means anything" if REHEARSAL else ""
     print(f"\n{what}{shared}; the whole text: {LOG.name}\n")
     for part, what, value in TABLE:
         print(f"| {part} | {what} | {value} |")
-    sys.exit(failed != 0)
+    for text in WRONG:
+        print(f"WRONG {text}", file=sys.stderr)
+    sys.exit(bool(WRONG))
 
 
 main()

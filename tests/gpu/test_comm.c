@@ -645,15 +645,14 @@ static void run_rank(const world *w, int rank)
         _exit(strstr(err.text, "libnccl.so.2 is not found") ? NO_NCCL : 1);
     }
     bg_cuda *c = (bg_cuda *)b;
-    bool used = false;
-    if (w->aim != SUMS_AND_LOGITS) {
-        MUST(bg_cuda_comm_peers(c, &used, &err) == BG_OK, "%s", err.text);
-        if (!used && w->own_gpus && w->aim != TIMES) _exit(NO_PEERS);
-        MUST(used || w->own_gpus, "peers are not used");
+    const bool peers = bg_cuda_comm_peers(c);
+    if (w->aim != SUMS_AND_LOGITS && !peers) {
+        if (w->own_gpus && w->aim != TIMES) _exit(NO_PEERS);
+        MUST(w->own_gpus, "peers are not used");
     }
     switch (w->aim) {
     case TIMES:
-        time_ways(c, rank, w->n, used);
+        time_ways(c, rank, w->n, peers);
         break;
     case REPLAYS:
         check_gpus(c, rank, w);

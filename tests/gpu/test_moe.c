@@ -963,18 +963,13 @@ static void bench_layer(const layer *l)
         const int t = counts[i];
         double busy = 0;
         b.tokens = t;
-        const double mean = (double)t * l->n_used / l->n_experts;
         for (int s = 0; s < SETS; s++) {
             bgk_moe *m = &b.m[s];
             *m = (bgk_moe){.n_experts = l->n_experts,
                            .n_used = l->n_used,
                            .n_shared = l->n_shared,
                            .tokens = t,
-                           .n = t <= 8 || mean < 4 ? 8
-                                : mean <= 12       ? 16
-                                : mean <= 26       ? 32
-                                : mean <= 48       ? 64
-                                                   : 128,
+                           .n = bg_cuda_item_tokens(l->n_experts, l->n_used, t),
                            .route_cols = cols};
             m->route = poisoned((size_t)(t * cols) * 4);
             m->pos = poisoned((size_t)(t * l->n_used) * 4);

@@ -259,15 +259,9 @@ static bg_status prove_peers(bg_cuda *c, bg_error *err)
     return st;
 }
 
-bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err)
+bool bg_cuda_comm_peers(const bg_cuda *c)
 {
-    bg_status st = BG_OK;
-    *used = false;
-    if (!c->ranks || c->ranks->n > BGK_MAX_PEERS || c->ranks->standin_ns >= 0) return BG_OK;
-    if (!c->ranks->peers.n_ranks) st = map_peers(c, err);
-    if (!st && c->ranks->peers.n_ranks) st = prove_peers(c, err);
-    *used = c->ranks->peers.n_ranks > 0;
-    return st;
+    return c->ranks && c->ranks->peers.n_ranks > 0;
 }
 
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
@@ -308,8 +302,8 @@ bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err)
     if (!st) st = exchange(c, &mine, all, err);
     if (!st) st = done(m, m->f.init_rank(&m->nccl, m->n, all[0].id, m->rank), "joining", err);
     if (!st) st = warm_up(c, err);
-    bool used;
-    if (!st) st = bg_cuda_comm_peers(c, &used, err);
+    if (!st && m->n <= BGK_MAX_PEERS) st = map_peers(c, err);
+    if (!st && bg_cuda_comm_peers(c)) st = prove_peers(c, err);
 out:
     free(all);
     return st;

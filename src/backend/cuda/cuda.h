@@ -221,6 +221,9 @@ bg_status bg_cuda_route(bg_backend *b, bg_act *route, const bg_router *r, const 
                         bg_error *err);
 bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_act *route,
                       const bg_act *h, const bg_act *add, bg_error *err);
+/* bgk_moe's n for so many tokens: by how many an expert has on average, and since some have more,
+ * well above that; where items become wider is measured (test_moe's bench, steps of GLM-5). */
+int bg_cuda_item_tokens(int n_experts, int n_used, int tokens);
 void bg_cuda_moe_cost(const bg_backend *b, const bg_experts *e, int64_t n_rows, bg_cost *cost);
 void bg_cuda_moe_free(bg_cuda *c);
 
@@ -357,11 +360,9 @@ bg_status bg_cuda_fetch_logits(bg_backend *b, float *out, bg_error *err);
 /* comm.c. After the stream is there; waits for the other ranks. */
 bg_status bg_cuda_comm_new(bg_cuda *c, bg_error *err);
 void bg_cuda_comm_free(bg_cuda *c);
-/* Sums through each other's memory from now on, where that works (*used), as bg_cuda_comm_new() has
- * tried already. All ranks call it. */
-bg_status bg_cuda_comm_peers(bg_cuda *c, bool *used, bg_error *err);
-/* For tests: sums go that way, where it can be gone (peers: once bg_cuda_comm_peers() uses them).
- */
+/* Whether sums go through each other's memory, as they do where that works. */
+bool bg_cuda_comm_peers(const bg_cuda *c);
+/* For tests: sums go that way, where it can be gone (peers: where bg_cuda_comm_peers()). */
 typedef enum bg_cuda_sums {
     BG_CUDA_SUMS_AUTO,
     BG_CUDA_SUMS_LIBRARY, /* NCCL's own, in its order */

@@ -669,10 +669,9 @@ bg_status bg_cuda_experts_new(bg_backend *b, bg_experts **out, const bg_experts_
 /* ---- the op -------------------------------------------------------------------------------------
  */
 
-/* Tokens in an item: about twice those that an expert has on average, for some have more. */
-static int item_tokens(const bg_experts *e, int tokens)
+int bg_cuda_item_tokens(int n_experts, int n_used, int tokens)
 {
-    const double mean = (double)tokens * e->n_used / e->n_experts;
+    const double mean = (double)tokens * n_used / n_experts;
     if (tokens <= BGK_DIRECT || mean < 4) return 8;
     return mean <= 12 ? 16 : mean <= 26 ? 32 : mean <= 48 ? 64 : MOST_N;
 }
@@ -729,7 +728,7 @@ bg_status bg_cuda_moe(bg_backend *b, bg_act *out, const bg_experts *e, const bg_
                        .n_used = e->n_used,
                        .n_shared = e->n_shared,
                        .tokens = n_rows,
-                       .n = item_tokens(e, n_rows),
+                       .n = bg_cuda_item_tokens(e->n_experts, e->n_used, n_rows),
                        .route = route->data,
                        .route_cols = route->cols,
                        .pos = s->pos,
